@@ -1,0 +1,10 @@
+"""dynajax: change the parallelism of a running Flax/Optax training job.
+
+One space of named tensors, layouts over it, and one verb: move from a layout to another.
+Import the names below; everything else is found in the package named after it.
+"""
+
+from dynajax.errors import DynajaxError as DynajaxError
+from dynajax.meshes import Strategy as Strategy
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Move the bytes of a plan between live arrays."""

@@ -1,0 +1,29 @@
+"""What dynajax raises. Every message says what was got, where, and what to change."""
+
+
+class DynajaxError(ValueError):
+    """Base of every error that a caller can mend; the command line prints it in one line and exits with 2."""
+
+
+class StrategyError(DynajaxError):
+    """A strategy cannot be read, or does not fit the devices or the model."""
+
+
+class LayoutError(DynajaxError):
+    """A layout does not describe the tensors of its space exactly once."""
+
+
+class TargetError(DynajaxError):
+    """The target tree of a move has missing, extra or incompatible leaves."""
+
+
+class BudgetError(DynajaxError):
+    """The memory budget cannot hold the smallest possible stage of a move."""
+
+
+class CheckError(DynajaxError):
+    """Bytes that should agree do not: unequal replicas, or a region that changed on its way."""
+
+
+class DataError(DynajaxError):
+    """A data source cannot be read or holds nothing to train on."""

@@ -1,0 +1,1 @@
+"""Independent references for tests: of dynajax, and of code that uses it."""

@@ -1,0 +1,1 @@
+"""The training loop that switches strategies while it runs."""

@@ -1,0 +1,1 @@
+"""Flax models whose every parameter names its logical axes."""
