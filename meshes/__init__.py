@@ -1,5 +1,9 @@
 """Strategies, and the clusters that they run on."""
 
+from dynajax.meshes.rules import ACTIVATION_RULES as ACTIVATION_RULES
+from dynajax.meshes.rules import PARAMETER_RULES as PARAMETER_RULES
+from dynajax.meshes.rules import Rules as Rules
+from dynajax.meshes.rules import spec as spec
 from dynajax.meshes.strategy import AXES as AXES
 from dynajax.meshes.strategy import Pipeline as Pipeline
 from dynajax.meshes.strategy import Strategy as Strategy

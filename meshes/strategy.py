@@ -95,7 +95,9 @@ class Strategy:
         pipelines: list[Pipeline] = []
         for part in re.sub(r"\s", "", text).lower().split("|"):
             copies = _COPIES.fullmatch(part)
-            pipelines += [_parse_pipeline(copies[2], text)] * int(copies[1]) if copies else [_parse_pipeline(part, text)]
+            pipelines += (
+                [_parse_pipeline(copies[2], text)] * int(copies[1]) if copies else [_parse_pipeline(part, text)]
+            )
         if not pipelines:
             raise StrategyError(f"strategy {text!r} has no pipeline: 0 copies of something are nothing")
         return Strategy(tuple(pipelines))
@@ -132,7 +134,9 @@ class Strategy:
 
     def _only(self) -> Pipeline:
         if not self.is_homogeneous:
-            raise StrategyError(f"{self} has {len(self.pipelines)} pipelines: ask one of .pipelines, each has its own mesh")
+            raise StrategyError(
+                f"{self} has {len(self.pipelines)} pipelines: ask one of .pipelines, each has its own mesh"
+            )
         return self.pipelines[0]
 
     def __str__(self) -> str:
