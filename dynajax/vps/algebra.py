@@ -1,0 +1,158 @@
+"""Exact integer algebra on lists of boxes: overlap, subtract, refine, cover.
+
+A list of boxes is a pair ``lo, hi`` of int64 arrays of shape (boxes, rank). Every function is
+vectorised; the pairs that overlap are found along one dim by sorting, so grids never need all pairs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dynajax.vps.region import Ints
+
+_CHUNK = 1 << 22
+
+
+def volumes(lo: Ints, hi: Ints) -> Ints:
+    """Elements of each box, shape (boxes,)."""
+    return np.maximum(hi - lo, 0).prod(axis=1, dtype=np.int64)
+
+
+def overlaps(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> tuple[Ints, Ints]:
+    """Index pairs ``(i, j)``, sorted, for which box i of ``a`` and box j of ``b`` share an element."""
+    rank = a_lo.shape[1]
+    if rank == 0:
+        i, j = np.divmod(np.arange(len(a_lo) * len(b_lo)), max(len(b_lo), 1))
+        return i, j
+    dim = _most_selective_dim(a_lo, a_hi, b_lo, b_hi)
+    i, j = _overlaps_1d(a_lo[:, dim], a_hi[:, dim], b_lo[:, dim], b_hi[:, dim])
+    for d in range(rank):
+        if d != dim and len(i):
+            keep = np.maximum(a_lo[i, d], b_lo[j, d]) < np.minimum(a_hi[i, d], b_hi[j, d])
+            i, j = i[keep], j[keep]
+    order = np.lexsort((j, i))
+    return i[order], j[order]
+
+
+def _most_selective_dim(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> int:
+    """The dim along which boxes are thinnest relative to the whole, so that few pairs meet."""
+    if a_lo.shape[1] == 1 or not len(a_lo) or not len(b_lo):
+        return 0
+    width = np.maximum(np.maximum(a_hi.max(0), b_hi.max(0)) - np.minimum(a_lo.min(0), b_lo.min(0)), 1)
+    return int(np.argmin(((a_hi - a_lo).mean(0) + (b_hi - b_lo).mean(0)) / width))
+
+
+def _overlaps_1d(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> tuple[Ints, Ints]:
+    """Pairs of intervals that share an element; empty intervals share nothing."""
+    unique, members = np.unique(np.stack([b_lo, b_hi], 1), axis=0, return_inverse=True)
+    order = np.argsort(members.ravel(), kind="stable")
+    first = np.concatenate([[0], np.cumsum(np.bincount(members.ravel(), minlength=len(unique)))])
+    u_lo, u_hi = unique[:, 0], unique[:, 1]
+    furthest = np.maximum.accumulate(u_hi) if len(u_hi) else u_hi
+    begin = np.searchsorted(furthest, a_lo, side="right")
+    end = np.searchsorted(u_lo, a_hi, side="left")
+    i, u = expand(begin, np.maximum(end, begin))
+    keep = (np.maximum(a_lo[i], u_lo[u])) < np.minimum(a_hi[i], u_hi[u])
+    i, u = i[keep], u[keep]
+    k, at = expand(first[u], first[u + 1])
+    return i[k], order[at]
+
+
+def expand(begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Rows and values of all ranges ``begin[k] … end[k] − 1`` laid end to end."""
+    counts = end - begin
+    rows = np.repeat(np.arange(len(begin)), counts)
+    values = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts - begin, counts)
+    return rows, values
+
+
+def unique_boxes(lo: Ints, hi: Ints) -> tuple[Ints, Ints, Ints]:
+    """Distinct boxes ``lo, hi``, sorted, and for each given box the row of its distinct one."""
+    rank = lo.shape[1]
+    if rank == 0:
+        n = min(len(lo), 1)
+        return lo[:n], hi[:n], np.zeros(len(lo), np.int64)
+    both, inverse = np.unique(np.concatenate([lo, hi], axis=1), axis=0, return_inverse=True)
+    return both[:, :rank], both[:, rank:], inverse.ravel()
+
+
+def subtract(lo: Ints, hi: Ints, cut_lo: Ints, cut_hi: Ints) -> tuple[Ints, Ints]:
+    """Disjoint boxes of one box ``lo, hi`` (shape (rank,)) that no box of the cut covers."""
+    left_lo, left_hi = lo[None], hi[None]
+    for c_lo, c_hi in zip(cut_lo, cut_hi, strict=True):
+        left_lo, left_hi = _subtract_one(left_lo, left_hi, c_lo, c_hi)
+    return left_lo, left_hi
+
+
+def _subtract_one(lo: Ints, hi: Ints, cut_lo: Ints, cut_hi: Ints) -> tuple[Ints, Ints]:
+    meet = (np.maximum(lo, cut_lo) < np.minimum(hi, cut_hi)).all(axis=1)
+    out_lo, out_hi = [lo[~meet]], [hi[~meet]]
+    lo, hi = lo[meet].copy(), hi[meet].copy()
+    for d in range(lo.shape[1]):
+        for side_lo, side_hi in (
+            (lo[:, d], np.minimum(hi[:, d], cut_lo[d])),
+            (np.maximum(lo[:, d], cut_hi[d]), hi[:, d]),
+        ):
+            rows = side_lo < side_hi
+            piece_lo, piece_hi = lo[rows].copy(), hi[rows].copy()
+            piece_lo[:, d], piece_hi[:, d] = side_lo[rows], side_hi[rows]
+            out_lo.append(piece_lo)
+            out_hi.append(piece_hi)
+        lo[:, d], hi[:, d] = np.maximum(lo[:, d], cut_lo[d]), np.minimum(hi[:, d], cut_hi[d])
+    return np.concatenate(out_lo), np.concatenate(out_hi)
+
+
+def are_disjoint(lo: Ints, hi: Ints) -> bool:
+    """True if no two non-empty boxes share an element."""
+    i, j = overlaps(lo, hi, lo, hi)
+    return bool((i == j).all())
+
+
+def refine(lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
+    """Disjoint boxes with the same union, each inside or outside every given box: the atoms."""
+    out_lo: list[Ints] = []
+    out_hi: list[Ints] = []
+    for group in _connected(lo, hi):
+        cells_lo, cells_hi = _grid_cells(lo[group], hi[group])
+        inside, _ = overlaps(cells_lo, cells_hi, lo[group], hi[group])
+        keep = np.unique(inside)
+        out_lo.append(cells_lo[keep])
+        out_hi.append(cells_hi[keep])
+    if not out_lo:
+        return lo[:0], hi[:0]
+    return np.concatenate(out_lo), np.concatenate(out_hi)
+
+
+def _connected(lo: Ints, hi: Ints) -> list[Ints]:
+    """Rows of boxes that overlap one another, directly or through others, group by group."""
+    i, j = overlaps(lo, hi, lo, hi)
+    label = np.arange(len(lo))
+    while True:
+        lowest = label.copy()
+        np.minimum.at(lowest, i, label[j])
+        if (lowest == label).all():
+            break
+        label = lowest
+    live = np.unique(i)
+    return [live[label[live] == root] for root in np.unique(label[live])]
+
+
+def _grid_cells(lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
+    """Cells of the grid that all borders of the boxes cut."""
+    cuts = [np.unique(np.concatenate([lo[:, d], hi[:, d]])) for d in range(lo.shape[1])]
+    shape = [len(c) - 1 for c in cuts]
+    at = np.indices(shape).reshape(len(shape), -1)
+    return (
+        np.stack([c[k] for c, k in zip(cuts, at, strict=True)], 1),
+        np.stack([c[k + 1] for c, k in zip(cuts, at, strict=True)], 1),
+    )
+
+
+def covers(lo: Ints, hi: Ints, shape: tuple[int, ...]) -> bool:
+    """True if the boxes, overlapping or not, cover a tensor of ``shape`` and nothing outside it."""
+    if (lo < 0).any() or (hi > np.asarray(shape, np.int64)).any():
+        return False
+    distinct_lo, distinct_hi, _ = unique_boxes(lo, hi)
+    if not are_disjoint(distinct_lo, distinct_hi):
+        distinct_lo, distinct_hi = refine(distinct_lo, distinct_hi)
+    return int(volumes(distinct_lo, distinct_hi).sum()) == int(np.prod(np.asarray(shape, object), initial=1))

@@ -1,0 +1,28 @@
+"""Buffers seen through regions: strided views, and copies between a whole tensor and what a device holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from dynajax.vps.region import Region
+
+
+def view(buffer: NDArray[Any], offset: int, stride: Sequence[int], extent: Sequence[int]) -> NDArray[Any]:
+    """A box of a flat buffer as an array of shape ``extent``; offset and strides in elements; no copy."""
+    size = buffer.itemsize
+    return as_strided(buffer[offset:], extent, [s * size for s in stride])
+
+
+def pack(tensor: NDArray[Any], region: Region) -> NDArray[Any]:
+    """The flat buffer of a holder of ``region``, cut from the whole tensor."""
+    buffer = np.zeros(region.volume, tensor.dtype)
+    for k in range(region.count):
+        index = tuple(slice(a, b) for a, b in zip(region.lo[k].tolist(), region.hi[k].tolist(), strict=True))
+        extent = (region.hi[k] - region.lo[k]).tolist()
+        view(buffer, int(region.offset[k]), region.stride[k].tolist(), extent)[...] = tensor[index]
+    return buffer

@@ -1,0 +1,129 @@
+"""Tilings and layouts: which device holds which region of which tensor.
+
+Devices are numbers here. What a number stands for (a device, a device's host memory, a snapshot)
+is the business of whoever made the layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dynajax.errors import LayoutError
+from dynajax.vps import algebra
+from dynajax.vps.region import Ints, Region, concatenate, dense_boxes
+from dynajax.vps.space import Space
+
+
+@dataclass(frozen=True, eq=False)
+class Tiling:
+    """Who holds what of one tensor.
+
+    Attributes:
+        shape: logical shape of the tensor.
+        holder: device number that holds each box, shape (boxes,). A box that several devices hold has a row for each.
+        region: the boxes, each addressed in its holder's buffer.
+        partial: False if any holder of an element will do; True if all holders must be summed.
+    """
+
+    shape: tuple[int, ...]
+    holder: Ints
+    region: Region
+    partial: bool = False
+
+    @staticmethod
+    def of_boxes(shape: Sequence[int], holder: Ints, lo: Ints, hi: Ints) -> Tiling:
+        """One dense box a device: what a mesh makes of a tensor. Empty boxes are left out.
+
+        Args:
+            shape: logical shape.
+            holder: device numbers, shape (boxes,).
+            lo, hi: shape (boxes, rank).
+        """
+        held = algebra.volumes(lo, hi) > 0
+        return Tiling(tuple(shape), holder[held], dense_boxes(lo[held], hi[held]))
+
+    @staticmethod
+    def of_regions(shape: Sequence[int], regions: Sequence[tuple[int, Region]]) -> Tiling:
+        """Any region for each device, given as ``(device, region)``."""
+        holder = np.repeat([d for d, _ in regions], [r.count for _, r in regions]).astype(np.int64)
+        return Tiling(tuple(shape), holder, concatenate([r for _, r in regions]))
+
+    @cached_property
+    def devices(self) -> Ints:
+        """Sorted numbers of the devices that hold something."""
+        return np.unique(self.holder)
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for tilings that say the same; a cache key and a part of a plan's digest."""
+        digest = hashlib.sha256(repr((self.shape, self.partial, self.region.lo.shape)).encode())
+        for part in (self.holder, self.region.lo, self.region.hi, self.region.offset, self.region.stride):
+            digest.update(np.ascontiguousarray(part))
+        return digest.digest()
+
+    def region_of(self, device: int) -> Region:
+        """What one device holds."""
+        return self.region.take(self.holder == device)
+
+    def elements(self, devices: int) -> Ints:
+        """Elements that each device holds, for device numbers below ``devices``."""
+        return sums(self.holder, self.region.volumes, devices)
+
+    def validate(self, name: str = "the tensor") -> None:
+        """Check that the boxes cover the tensor and nothing else, and that no device holds an element twice.
+
+        Raises:
+            LayoutError: with ``name`` and what is wrong.
+        """
+        lo, hi = self.region.lo, self.region.hi
+        if not algebra.covers(lo, hi, self.shape):
+            raise LayoutError(f"{name}: the regions do not cover its shape {self.shape} exactly")
+        with_holder_lo = np.concatenate([self.holder[:, None], lo], axis=1)
+        with_holder_hi = np.concatenate([self.holder[:, None] + 1, hi], axis=1)
+        if not algebra.are_disjoint(with_holder_lo, with_holder_hi):
+            raise LayoutError(f"{name}: a device holds one element twice")
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A tiling for every tensor of a space, in the space's order."""
+
+    space: Space
+    tilings: tuple[Tiling, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.space) != len(self.tilings):
+            raise LayoutError(f"{len(self.tilings)} tilings for the {len(self.space)} tensors of the space")
+        for tensor, tiling in zip(self.space, self.tilings, strict=True):
+            if tensor.shape != tiling.shape:
+                raise LayoutError(f"{tensor.path} has shape {tensor.shape} and its tiling is for {tiling.shape}")
+
+    @cached_property
+    def num_devices(self) -> int:
+        """One more than the largest device number in use."""
+        return 1 + max((int(t.devices[-1]) for t in self.tilings if len(t.devices)), default=-1)
+
+    def bytes_by_device(self, devices: int | None = None) -> Ints:
+        """Bytes that each device holds, shape (devices,)."""
+        devices = self.num_devices if devices is None else devices
+        total = np.zeros(devices, np.int64)
+        for tensor, tiling in zip(self.space, self.tilings, strict=True):
+            total += tiling.elements(devices) * tensor.itemsize
+        return total
+
+    def validate(self) -> None:
+        """Check every tiling; see ``Tiling.validate``."""
+        for tensor, tiling in zip(self.space, self.tilings, strict=True):
+            tiling.validate(tensor.path)
+
+
+def sums(index: Ints, values: Ints, length: int) -> Ints:
+    """Exact int64 sums of ``values`` by ``index`` (``np.bincount`` would go through float64)."""
+    out = np.zeros(length, np.int64)
+    np.add.at(out, index, values)
+    return out
