@@ -17,6 +17,10 @@ class TargetError(DynajaxError):
     """The target tree of a move has missing, extra or incompatible leaves."""
 
 
+class ModelError(DynajaxError):
+    """A model is unknown, or its shape is impossible."""
+
+
 class BudgetError(DynajaxError):
     """The memory budget cannot hold the smallest possible stage of a move."""
 
