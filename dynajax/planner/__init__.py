@@ -1,1 +1,7 @@
 """How to get from one layout to another: who sends what to whom, when, and at what price (pure)."""
+
+from dynajax.planner.build import build_plan as build_plan
+from dynajax.planner.plan import Copies as Copies
+from dynajax.planner.plan import Move as Move
+from dynajax.planner.plan import Plan as Plan
+from dynajax.planner.virtual import verify as verify

@@ -1,1 +1,13 @@
 """The virtual parameter space: what state there is, and who holds which part of it (pure)."""
+
+from dynajax.vps.region import Region as Region
+from dynajax.vps.region import blocks as blocks
+from dynajax.vps.region import box as box
+from dynajax.vps.region import interval as interval
+from dynajax.vps.space import Space as Space
+from dynajax.vps.space import Tensor as Tensor
+from dynajax.vps.spec import mesh_tiling as mesh_tiling
+from dynajax.vps.spec import named_tiling as named_tiling
+from dynajax.vps.spec import strategy_layout as strategy_layout
+from dynajax.vps.tiling import Layout as Layout
+from dynajax.vps.tiling import Tiling as Tiling

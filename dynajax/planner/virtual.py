@@ -1,0 +1,57 @@
+"""Carry out a plan on virtual devices: numpy buffers, one per device and tensor.
+
+The proof of a plan: fill the source buffers from whole tensors, copy what the plan says and nothing
+else, and compare every target buffer with one cut from the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynajax.errors import CheckError
+from dynajax.planner.plan import Move, Plan
+from dynajax.vps.buffer import pack, view
+
+Buffers = dict[int, NDArray[Any]]
+
+
+def execute(move: Move, source: Mapping[int, NDArray[Any]]) -> Buffers:
+    """Target buffers by device, made from source buffers by device; all flat."""
+    target: Buffers = {d: source[d] for d in move.kept.tolist()}
+    for d in np.setdiff1d(move.target.devices, move.kept).tolist():
+        target[d] = np.zeros(move.target.region_of(d).volume, next(iter(source.values())).dtype)
+    c = move.copies
+    for k in range(len(c.source)):
+        extent = c.extent[k].tolist()
+        out = view(target[int(c.target[k])], int(c.target_offset[k]), c.target_stride[k].tolist(), extent)
+        out[...] = view(source[int(c.source[k])], int(c.source_offset[k]), c.source_stride[k].tolist(), extent)
+    return target
+
+
+def verify(plan: Plan, tensors: Mapping[str, NDArray[Any]] | None = None) -> None:
+    """Prove that the plan makes the target of the source.
+
+    Args:
+        plan: what to prove.
+        tensors: whole tensors by path; default: distinct numbers.
+
+    Raises:
+        CheckError: naming the tensor and the device whose buffer is wrong.
+        LayoutError: a layout is not sound.
+    """
+    for move in plan.moves:
+        move.source.validate(move.tensor.path)
+        move.target.validate(move.tensor.path)
+        size = int(np.prod(move.tensor.shape, dtype=np.int64))
+        whole = np.arange(size).reshape(move.tensor.shape) if tensors is None else tensors[move.tensor.path]
+        before = {d: pack(whole, move.source.region_of(d)) for d in move.source.devices.tolist()}
+        after = execute(move, before)
+        for d in move.target.devices.tolist():
+            if after[d].tobytes() != pack(whole, move.target.region_of(d)).tobytes():
+                raise CheckError(f"{move.tensor.path}: the plan gives device {d} wrong bytes")
+    if plan.bytes_moved != plan.bytes_lower_bound:
+        raise CheckError(f"the plan moves {plan.bytes_moved} bytes and {plan.bytes_lower_bound} would do")
