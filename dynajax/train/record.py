@@ -1,0 +1,107 @@
+"""What a run leaves behind: its events as values, and as lines of JSON.
+
+``metrics.jsonl`` holds one object a line, in the order in which things happened. A line is written
+whole and flushed at once, so that a run which is stopped leaves every event that was finished.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step.
+
+    Attributes:
+        step: number of the step, from 0; the number of its global batch too.
+        loss: mean loss over the weighted tokens of the global batch, before the update.
+        tokens: tokens with a weight above zero.
+        samples: rows of the global batch that hold such tokens.
+        strategy: the placement under which it ran.
+        step_s: seconds, data and waiting included.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    samples: int
+    strategy: str
+    step_s: float
+
+
+@dataclass(frozen=True)
+class SwitchReport:
+    """One change of strategy, at the boundary before ``step``.
+
+    Attributes:
+        step: number of the first step under the new strategy.
+        source: the placement before.
+        target: the placement after.
+        pause_s: seconds from the end of one step until the next may start; holds all times below.
+        plan_s: making the plan, 0 if it was ready.
+        compile_s: compiling, 0 if all was ready.
+        group_s: preparing communication.
+        pack_s: packing.
+        move_s: moving.
+        unpack_s: unpacking.
+        bytes_moved: bytes that devices needed and did not hold, over all devices.
+        bytes_retained: bytes that stayed where they were.
+        bytes_lower_bound: the least that any plan must move.
+        peak_extra_bytes: live bytes above the larger of both states, on the worst device.
+        budget_bytes: what ``peak_extra_bytes`` may reach.
+        prepared: the step and the plan were ready before the pause.
+    """
+
+    step: int
+    source: str
+    target: str
+    pause_s: float
+    plan_s: float
+    compile_s: float
+    group_s: float
+    pack_s: float
+    move_s: float
+    unpack_s: float
+    bytes_moved: int
+    bytes_retained: int
+    bytes_lower_bound: int
+    peak_extra_bytes: int
+    budget_bytes: int
+    prepared: bool
+
+
+def as_event(report: StepReport | SwitchReport) -> dict[str, Any]:
+    """The JSON object of a report; a switch goes ``from`` its source ``to`` its target."""
+    if isinstance(report, StepReport):
+        return {"event": "step"} | asdict(report)
+    names = {"source": "from", "target": "to"}
+    return {"event": "switch"} | {names.get(key, key): value for key, value in asdict(report).items()}
+
+
+class Record:
+    """A file of events, appended to; a context manager.
+
+    Args:
+        path: the file, made if it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Append one event as one line."""
+        self._file.write(json.dumps(event) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
