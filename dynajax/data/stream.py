@@ -1,0 +1,83 @@
+"""The stream: one endless order of samples for the whole job, and where in it a run stands.
+
+A sample's number is global: it counts samples since the start of the run, whatever batch size, strategy
+or world read them. So the cursor is a number, not a set of per-worker positions, and a job that
+grows, shrinks or resumes goes on with the next sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import grain
+import numpy as np
+
+from dynajax.data.packing import Bins
+from dynajax.errors import DataError
+
+T = TypeVar("T")
+_PROBED_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The part of the data side that belongs to the state of a run.
+
+    Attributes:
+        step: batches taken so far.
+        sample: number of the next sample of the stream.
+        corpus: digest of the documents.
+        stream: digest of what makes the samples and their order (see ``stream_digest``).
+    """
+
+    step: int
+    sample: int
+    corpus: str
+    stream: str
+
+    def advance(self, samples: int) -> Cursor:
+        """The cursor after one batch of ``samples``."""
+        return dataclasses.replace(self, step=self.step + 1, sample=self.sample + samples)
+
+    def require(self, corpus: str, stream: str) -> None:
+        """Raises DataError unless this cursor points into that stream of that corpus."""
+        if self.corpus != corpus:
+            raise DataError(
+                f"the saved run read the corpus {self.corpus[:12]} and this one is {corpus[:12]}: give the "
+                "same files, unchanged (the standard library changes with the version of Python), or start anew"
+            )
+        if self.stream != stream:
+            raise DataError(
+                f"the saved run read its corpus in the order {self.stream[:12]} and this one would in "
+                f"{stream[:12]}: give the same seed, sequence length, limits and policy, or start anew"
+            )
+
+
+def endless_order(count: int, seed: int) -> grain.MapDataset[int]:
+    """Item n is the number, below ``count``, that comes n-th: each once an epoch, reshuffled every epoch.
+
+    Random access: item n costs the same for any n and depends on ``count``, ``seed`` and n alone.
+    """
+    # Grain shuffles epoch e with seed + e. Spread the seeds, or seed 1 would be seed 0 one epoch later.
+    spread = int(np.random.SeedSequence(seed).generate_state(1, np.uint32)[0])
+    return grain.MapDataset.source(range(count)).shuffle(seed=spread).repeat()
+
+
+def item(dataset: grain.MapDataset[T], index: int) -> T:
+    """``dataset[index]``, which Grain types as possibly absent since a dataset may filter; those here do not."""
+    return cast(T, dataset[index])
+
+
+def stream_digest(bins: Bins, order: grain.MapDataset[int], **settings: int | str) -> str:
+    """SHA-256 in hex of a stream: its settings, what each sample holds, and how the order begins.
+
+    The order itself is probed, since it comes from libraries that may change theirs.
+    """
+    text = ";".join(f"{name}={value}" for name, value in sorted(settings.items()))
+    digest = hashlib.sha256(text.encode())
+    for array in (bins.members, bins.starts, np.array([item(order, i) for i in range(_PROBED_SAMPLES)])):
+        digest.update(array.astype("<i8").tobytes())
+    return digest.hexdigest()
