@@ -31,3 +31,7 @@ class CheckError(DynajaxError):
 
 class DataError(DynajaxError):
     """A data source cannot be read or holds nothing to train on."""
+
+
+class BalanceError(DynajaxError):
+    """A batch cannot be planned: a sequence that nothing holds, or a profile, candidate or limit that does not fit."""
