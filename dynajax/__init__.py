@@ -4,6 +4,9 @@ One space of named tensors, layouts over it, and one verb: move from a layout to
 Import the names below; everything else is found in the package named after it.
 """
 
+from dynajax.engine import Report as Report
+from dynajax.engine import plan_reshard as plan_reshard
+from dynajax.engine import reshard as reshard
 from dynajax.errors import DynajaxError as DynajaxError
 from dynajax.meshes import Strategy as Strategy
 

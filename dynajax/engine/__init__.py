@@ -1,1 +1,5 @@
 """Move the bytes of a plan between live arrays."""
+
+from dynajax.engine.report import Report as Report
+from dynajax.engine.reshard import plan_reshard as plan_reshard
+from dynajax.engine.reshard import reshard as reshard

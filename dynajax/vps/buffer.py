@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from dynajax.vps.region import Region
 
 
 def view(buffer: NDArray[Any], offset: int, stride: Sequence[int], extent: Sequence[int]) -> NDArray[Any]:
-    """A box of a flat buffer as an array of shape ``extent``; offset and strides in elements; no copy."""
+    """A box of a flat buffer as an array of shape ``extent``; offset and strides in elements; no copy.
+
+    Raises:
+        ValueError: the box lies outside the buffer.
+    """
     size = buffer.itemsize
-    return as_strided(buffer[offset:], extent, [s * size for s in stride])
+    return np.ndarray(tuple(extent), buffer.dtype, buffer, offset * size, tuple(s * size for s in stride))
 
 
 def pack(tensor: NDArray[Any], region: Region) -> NDArray[Any]:

@@ -1,0 +1,63 @@
+"""The one seam of the engine to what JAX does not export. tests/engine/test_jax_private.py tries every name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core
+from jax._src.array import ArrayImpl
+from jax._src.interpreters import pxla
+from jax.sharding import Sharding
+
+
+def assemble(like: jax.Array, sharding: Sharding, buffers: Sequence[Any], devices: Sequence[jax.Device]) -> jax.Array:
+    """An array with shape, dtype and weak type of ``like`` made of one buffer a device, in the sharding's order.
+
+    A numpy buffer that is aligned to 64 bytes is used where it lies; a jax array on its device is shared.
+    """
+    aval = core.update_aval_with_sharding(core.ShapedArray(like.shape, like.dtype, weak_type=_weak(like)), sharding)
+    return pxla.batched_device_put(aval, sharding, buffers, devices, True)  # pyright: ignore[reportArgumentType]
+
+
+def _weak(array: jax.Array) -> bool:
+    return bool(getattr(array.aval, "weak_type", False))
+
+
+def device_order(sharding: Sharding) -> tuple[jax.Device, ...]:
+    """Devices in the order in which an array with this sharding lists its shards."""
+    return tuple(sharding._addressable_device_assignment)
+
+
+class Disowner:
+    """Marks arrays as deleted whose buffers live on in other arrays.
+
+    ``delete`` would free the shared buffers too, and an array with only some of its buffers deleted aborts the
+    process when a program gets it. So the array is given one-byte buffers, which are then deleted.
+    """
+
+    def __init__(self) -> None:
+        self._stand_ins: dict[jax.Device, jax.Array] = {}
+
+    def disown(self, array: jax.Array) -> None:
+        """Make ``array`` a deleted one; its buffers are not touched."""
+        order = device_order(array.sharding)
+        for device in order:
+            if device not in self._stand_ins:
+                self._stand_ins[device] = jax.device_put(np.zeros((), np.uint8), device)
+        buffers = [self._stand_ins[d] for d in order]
+        hollow = ArrayImpl(array.aval, array.sharding, buffers, committed=True, _skip_checks=True)  # pyright: ignore
+        array._replace_with(hollow)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def close(self) -> None:
+        """Delete the stand-ins, and with them every array that was disowned."""
+        for stand_in in self._stand_ins.values():
+            stand_in.delete()
+        self._stand_ins.clear()
+
+
+def physical(array: jax.Array) -> jax.Array:
+    """The array of machine numbers that a typed PRNG key array wraps; any other array is its own."""
+    return getattr(array, "_base_array", array)
