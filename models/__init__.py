@@ -1,1 +1,29 @@
-"""Flax models whose every parameter names its logical axes."""
+"""Flax models whose every parameter names its logical axes.
+
+A model is a config (its shape), a nested dict of arrays (its parameters) and an ``Execution`` (how a
+call runs). ``init`` and ``forward`` are pure functions of these; ``Llama`` is the same as an NNX module.
+"""
+
+from dynajax.models.attention import attention_mask as attention_mask
+from dynajax.models.attention import packed_attention as packed_attention
+from dynajax.models.config import LlamaConfig as LlamaConfig
+from dynajax.models.execution import Attention as Attention
+from dynajax.models.execution import Constrain as Constrain
+from dynajax.models.execution import Execution as Execution
+from dynajax.models.execution import unconstrained as unconstrained
+from dynajax.models.functional import ParameterSpec as ParameterSpec
+from dynajax.models.functional import Params as Params
+from dynajax.models.functional import count_parameters as count_parameters
+from dynajax.models.functional import embed as embed
+from dynajax.models.functional import forward as forward
+from dynajax.models.functional import init as init
+from dynajax.models.functional import merge as merge
+from dynajax.models.functional import parameter_specs as parameter_specs
+from dynajax.models.functional import project as project
+from dynajax.models.functional import run_blocks as run_blocks
+from dynajax.models.functional import split as split
+from dynajax.models.llama import Llama as Llama
+from dynajax.models.loss import mean_loss as mean_loss
+from dynajax.models.loss import token_loss as token_loss
+from dynajax.models.presets import preset as preset
+from dynajax.models.presets import preset_names as preset_names

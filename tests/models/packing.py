@@ -1,0 +1,15 @@
+"""Pack documents into rows as the tests need them."""
+
+import numpy as np
+
+
+def pack(documents, rows, seq):
+    """Documents (a list of token lists for each row) to tokens, segment_ids and positions, each (rows, seq)."""
+    tokens, segments, positions = (np.zeros((rows, seq), np.int32) for _ in range(3))
+    for row, in_row in enumerate(documents):
+        start = 0
+        for number, document in enumerate(in_row, start=1):
+            place = slice(start, start + len(document))
+            tokens[row, place], segments[row, place], positions[row, place] = document, number, range(len(document))
+            start += len(document)
+    return tokens, segments, positions
