@@ -134,7 +134,7 @@ class FileDocuments:
             records.append(FileRecord(path, size, sha256.hexdigest()))
         return tuple(records)
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """SHA-256 of the manifest."""
         return _digest(self.manifest)
@@ -145,16 +145,15 @@ class MemoryDocuments:
     """Documents that the caller holds in memory; they are looked at, not copied."""
 
     texts: tuple[bytes, ...] = field(repr=False)
+    lengths: NDArray[np.int64] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", np.array([len(text) for text in self.texts], np.int64))
 
     @classmethod
     def of(cls, texts: Sequence[bytes | str]) -> MemoryDocuments:
         """Documents from byte strings, or from text, which is encoded as UTF-8."""
         return cls(tuple(t.encode() if isinstance(t, str) else bytes(t) for t in texts))
-
-    @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """Bytes of each document."""
-        return np.array([len(t) for t in self.texts], np.int64)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -167,9 +166,15 @@ class MemoryDocuments:
         return self[index][start:stop]
 
     @cached_property
+    def manifest(self) -> tuple[FileRecord, ...]:
+        """Size and SHA-256 of every document, which is named by its number."""
+        hashes = [hashlib.sha256(text).hexdigest() for text in self.texts]
+        return tuple(FileRecord(str(i), len(t), h) for i, (t, h) in enumerate(zip(self.texts, hashes, strict=True)))
+
+    @property
     def digest(self) -> str:
-        """SHA-256 of the manifest in which documents are named by their number."""
-        return _digest([FileRecord(str(i), len(t), hashlib.sha256(t).hexdigest()) for i, t in enumerate(self.texts)])
+        """SHA-256 of the manifest."""
+        return _digest(self.manifest)
 
 
 def stdlib_documents() -> FileDocuments:
@@ -229,9 +234,11 @@ def _scan(
     root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool], remedy: str
 ) -> tuple[list[str], list[int]]:
     """Sorted relative paths and sizes of the regular files below ``root`` that are kept."""
-    if not root.exists():
-        raise DataError(f"no folder {root}: {remedy}")
-    if not root.is_dir():
+    try:
+        is_folder = stat.S_ISDIR(os.stat(root).st_mode)
+    except OSError as error:
+        raise DataError(f"cannot read the folder {root}: {error.strerror}; {remedy}") from error
+    if not is_folder:
         raise DataError(f"{root} is a file, not a folder: {remedy}")
     sizes = {}
     for path in _walk(root, keep_folder, keep_file):

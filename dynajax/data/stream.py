@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import TypeVar, cast
 
 import grain
 import numpy as np
 
-from dynajax.data.packing import Bins
+from dynajax.data.packing import Bins, Ints
 from dynajax.errors import DataError
 
 T = TypeVar("T")
 _PROBED_SAMPLES = 64
+_FEW = 2**16
+"""Below this, Grain's shuffle takes 2**16 / count tries to find an item; above, it needs no memory."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,36 @@ class Cursor:
             )
 
 
+@dataclass(frozen=True, eq=False)
+class _Permutations:
+    """A random access source of the same promise as ``endless_order``; holds the permutation of one epoch."""
+
+    count: int
+    seed: int
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> int:
+        epoch, place = divmod(index, self.count)
+        return int(self._epoch(epoch)[place])
+
+    @cached_property
+    def _epoch(self) -> Callable[[int], Ints]:
+        @lru_cache(maxsize=2)  # a batch may span two epochs
+        def permutation(epoch: int) -> Ints:
+            return np.random.default_rng((self.seed, epoch)).permutation(self.count)
+
+        return permutation
+
+
 def endless_order(count: int, seed: int) -> grain.MapDataset[int]:
     """Item n is the number, below ``count``, that comes n-th: each once an epoch, reshuffled every epoch.
 
-    Random access: item n costs the same for any n and depends on ``count``, ``seed`` and n alone.
+    Random access: an item depends on ``count``, ``seed`` (0 or more) and n alone, whatever was read before.
     """
+    if count < _FEW:
+        return grain.MapDataset.source(_Permutations(count, seed))
     # Grain shuffles epoch e with seed + e. Spread the seeds, or seed 1 would be seed 0 one epoch later.
     spread = int(np.random.SeedSequence(seed).generate_state(1, np.uint32)[0])
     return grain.MapDataset.source(range(count)).shuffle(seed=spread).repeat()
