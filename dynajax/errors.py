@@ -35,3 +35,15 @@ class DataError(DynajaxError):
 
 class BalanceError(DynajaxError):
     """A batch cannot be planned: a sequence that nothing holds, or a profile, candidate or limit that does not fit."""
+
+
+class SwitchError(DynajaxError):
+    """A change of strategy could not be prepared or carried out; the message says what is left of the old state."""
+
+
+class DeadlineError(DynajaxError):
+    """Something did not finish in the time given; the message names it."""
+
+
+class RunError(DynajaxError):
+    """A run cannot start or go on as asked: its steps, its switches or its folder."""

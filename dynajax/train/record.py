@@ -43,8 +43,8 @@ class SwitchReport:
         source: the placement before.
         target: the placement after.
         pause_s: seconds from the end of one step until the next may start; holds all times below.
-        plan_s: making the plan, 0 if it was ready.
-        compile_s: compiling, 0 if all was ready.
+        plan_s: making the plan, or checking one that was ready.
+        compile_s: compiling, 0 if everything was compiled before.
         group_s: preparing communication.
         pack_s: packing.
         move_s: moving.

@@ -31,7 +31,7 @@ class TrainState:
         opt_state: state of the optax optimizer.
         step: int32[], optimizer steps taken.
         rng: typed PRNG key of the next step.
-        cursor: int32[], number of the next global batch.
+        cursor: int32[], number of the next sample of the data stream.
     """
 
     params: Any
@@ -43,8 +43,7 @@ class TrainState:
 
 def initial_state(params: Any, optimizer: optax.GradientTransformation, rng: jax.Array) -> TrainState:
     """The state before the first step."""
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(params, optimizer.init(params), zero, rng, zero)
+    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), rng, jnp.zeros((), jnp.int32))
 
 
 def state_specs(shapes: TrainState, param_specs: Any) -> TrainState:

@@ -1,0 +1,128 @@
+"""What a switch needs, made ahead: the compiled step of the target and the plan of the move.
+
+Compiling and planning touch no arrays, so they run in background threads while training goes on.
+Each is made once for its key and kept: switching back compiles and plans nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dynajax.engine import plan_reshard
+from dynajax.errors import DeadlineError, DynajaxError, SwitchError
+from dynajax.meshes import Placement
+from dynajax.planner import Plan
+from dynajax.train.job import Job
+from dynajax.train.step import compile_step
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Shelf(Generic[K, V]):
+    """Values made once per key, ahead or when first asked for; what failed is made anew.
+
+    Args:
+        make: makes the value of a key.
+        name: says in error texts what is being made, for example ``"compiling {}"``.
+        workers: threads to make values in.
+    """
+
+    def __init__(self, make: Callable[[K], V], name: str, workers: ThreadPoolExecutor) -> None:
+        self._make, self._name, self._workers = make, name, workers
+        self._futures: dict[K, Future[V]] = {}
+
+    def ahead(self, key: K) -> Future[V]:
+        """Begin to make the value of ``key``, unless that was done before."""
+        known = self._futures.get(key)
+        if known is None or (known.done() and known.exception() is not None):
+            self._futures[key] = known = self._workers.submit(self._make, key)
+        return known
+
+    def ready(self, key: K) -> bool:
+        """True if ``get`` would return at once."""
+        known = self._futures.get(key)
+        return known is not None and known.done() and known.exception() is None
+
+    def get(self, key: K, deadline_s: float) -> V:
+        """The value of ``key``.
+
+        Raises:
+            DeadlineError: it is not there in time.
+            SwitchError: making it failed; errors that are of dynajax already come as they are.
+        """
+        future, what = self.ahead(key), self._name.format(key)
+        if not wait_for([future], timeout=deadline_s).done:
+            raise DeadlineError(f"{what} is not done after {deadline_s:g} s; wait longer or give up on it")
+        error = future.exception()
+        if isinstance(error, DynajaxError):
+            raise error
+        if error is not None:
+            raise SwitchError(f"{what} failed: {type(error).__name__}: {error}") from error
+        return future.result()
+
+
+@dataclass(frozen=True)
+class Move:
+    """From one placement to another; the key of a plan."""
+
+    source: Placement
+    target: Placement
+
+    def __str__(self) -> str:
+        return f"{self.source} to {self.target}"
+
+
+class Workshop:
+    """Makes and keeps the compiled steps and the plans of a job.
+
+    Attributes:
+        steps: compiled steps by placement.
+        plans: plans by move.
+
+    Args:
+        job: what is trained.
+        budget: bytes that a device may hold above the larger of both states during a move.
+    """
+
+    def __init__(self, job: Job, budget: int) -> None:
+        workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="dynajax-prepare")
+        self.steps = Shelf(lambda placement: compile_step(job, placement), "compiling the step of {}", workers)
+        self.plans = Shelf(lambda move: _plan(job, move, budget), "planning the move from {}", workers)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A switch being prepared: ``move`` in the background of ``workshop``."""
+
+    workshop: Workshop
+    move: Move
+
+    def done(self) -> bool:
+        """True if the switch can be made at once."""
+        return self.workshop.plans.ready(self.move) and self.workshop.steps.ready(self.move.target)
+
+    def wait(self, deadline_s: float = 600.0) -> None:
+        """Return when the switch is prepared.
+
+        Raises:
+            DeadlineError: it is not prepared in time.
+            DynajaxError: it cannot be prepared; the message says why.
+        """
+        self.workshop.plans.get(self.move, deadline_s)
+        self.workshop.steps.get(self.move.target, deadline_s)
+
+
+def begin(workshop: Workshop, move: Move) -> Preparation:
+    """Begin to prepare ``move``, as far as that was not done before."""
+    workshop.plans.ahead(move)
+    workshop.steps.ahead(move.target)
+    return Preparation(workshop, move)
+
+
+def _plan(job: Job, move: Move, budget: int) -> Plan:
+    return plan_reshard(job.abstract_state(move.source), job.layout(move.target), budget=budget, donate=True)

@@ -1,0 +1,141 @@
+"""One optimizer step: a pure function of state and global batch, compiled for one placement.
+
+The loss is a sum over the tokens of the global batch divided by the sum of their weights. It does not
+depend on how rows are spread, filler rows weigh nothing, and a shard with nothing to learn from adds 0.
+
+Products are computed in full float32. Strategies then differ only in the order in which partial
+sums are added, which is what lets a switched run be compared with one that was not switched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dynajax.data import Batch, pad_rows
+from dynajax.errors import DeadlineError
+from dynajax.meshes import ACTIVATION_RULES, Placement, spec
+from dynajax.models import LlamaConfig, Params, forward, mean_loss, token_loss
+from dynajax.train.fit import batch_shards
+from dynajax.train.job import ROWS, Job
+from dynajax.train.state import TrainState
+
+_POLL_S = 0.0002
+
+Loss = Callable[[Params, Batch], jax.Array]
+"""Mean loss of a global batch as a function of the parameters."""
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledStep:
+    """A step that is ready to run under one placement.
+
+    Attributes:
+        placement: where it runs.
+        layout: shardings of the state, before and after.
+        rows: sharding of every leaf of a batch.
+        executable: ``(state, batch) -> (state, loss)``; consumes the state.
+    """
+
+    placement: Placement
+    layout: TrainState
+    rows: NamedSharding
+    executable: jax.stages.Compiled
+
+    def __call__(self, state: TrainState, batch: Batch, *, deadline_s: float) -> tuple[TrainState, jax.Array]:
+        """The state after one step, and the loss before it.
+
+        Returns when all of it is computed: two programs with collectives in flight can starve each
+        other of threads for ever.
+
+        Args:
+            state: consumed.
+            batch: the global batch in numpy; filler rows are added here.
+            deadline_s: seconds to wait.
+
+        Raises:
+            DeadlineError: the step is not done in time.
+        """
+        padded = pad_rows(batch, batch_shards(self.placement.strategy))
+        after = self.executable(state, jax.device_put(padded, self.rows))
+        wait_ready(after, f"a step under {self.placement}", deadline_s)
+        return after
+
+
+def compile_step(job: Job, placement: Placement) -> CompiledStep:
+    """Compile the step of ``job`` for ``placement`` from shapes alone; no array is made or touched."""
+    mesh = placement.mesh(job.devices)
+    layout, rows = job.layout(placement), NamedSharding(mesh, ROWS)
+    padded = -(-job.batch.rows // batch_shards(placement.strategy)) * batch_shards(placement.strategy)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((padded, *x.shape[1:]), x.dtype, sharding=rows),
+        job.batch,
+    )
+    jitted = jax.jit(
+        make_step(global_loss(job.model, mesh), job.optimizer, layout, job.batch.rows),
+        in_shardings=(layout, rows),
+        out_shardings=(layout, NamedSharding(mesh, PartitionSpec())),
+        donate_argnums=0,
+    )
+    return CompiledStep(placement, layout, rows, jitted.lower(job.abstract_state(placement), batch).compile())
+
+
+def global_loss(model: LlamaConfig, mesh: Mesh) -> Loss:
+    """The loss of ``model`` with its activations cut over ``mesh``."""
+
+    def constrain(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(axes, ACTIVATION_RULES)))
+
+    def loss(params: Params, batch: Batch) -> jax.Array:
+        logits = forward(model, params, batch.tokens, batch.segment_ids, batch.positions, constrain=constrain)
+        return mean_loss(*token_loss(logits, batch.targets, batch.weights))
+
+    return loss
+
+
+def make_step(
+    loss: Loss, optimizer: optax.GradientTransformation, layout: TrainState, samples: int
+) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
+    """The step as a function of state and batch.
+
+    Args:
+        loss: of the whole global batch.
+        optimizer: sees gradients of global arrays, so that its norms count each element once.
+        layout: shardings of the state; gradients are summed straight into those of the parameters.
+        samples: rows that a step takes from the data stream.
+    """
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+        with jax.default_matmul_precision("highest"):
+            value, grads = jax.value_and_grad(loss)(state.params, batch)
+            grads = jax.lax.with_sharding_constraint(grads, layout.params)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params: Any = optax.apply_updates(state.params, updates)
+        rng = jax.random.split(state.rng, 1)[0]
+        return TrainState(params, opt_state, state.step + 1, rng, state.cursor + samples), value
+
+    return step
+
+
+def wait_ready(arrays: Any, what: str, deadline_s: float) -> None:
+    """Return when ``arrays`` are computed on every device.
+
+    Raises:
+        DeadlineError: they are not in time; names ``what`` and the devices that are late.
+    """
+    limit = time.monotonic() + deadline_s
+    plain = [x for x in jax.tree.leaves(arrays) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    shards = [s for x in plain for s in x.addressable_shards]  # keys cannot be asked whether they are ready
+    for shard in shards:
+        while not shard.data.is_ready():
+            if time.monotonic() > limit:
+                late = sorted({s.device.id for s in shards if not s.data.is_ready()})
+                raise DeadlineError(f"{what} is not done after {deadline_s:g} s; devices {late} are late")
+            time.sleep(_POLL_S)
+    jax.block_until_ready(arrays)  # all are there: this raises what a computation failed with

@@ -1,0 +1,153 @@
+"""The trainer: one step after another, and between two steps any change of strategy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cached_property
+
+import jax
+import optax
+
+from dynajax.bytesize import parse_bytes
+from dynajax.engine import reshard
+from dynajax.errors import SwitchError
+from dynajax.meshes import Placement, Strategy
+from dynajax.models import LlamaConfig
+from dynajax.planner import Plan
+from dynajax.train.job import Data, make_job
+from dynajax.train.prepare import K, Move, Preparation, Shelf, V, Workshop, begin
+from dynajax.train.record import StepReport, SwitchReport
+from dynajax.train.state import TrainState
+
+
+class Trainer:
+    """Trains a model and changes its parallelism while it runs.
+
+    Args:
+        model: shape of the decoder.
+        optimizer: any optax optimizer.
+        strategy: the first placement, such as ``"dp2.tp4"`` or ``"tp4@4-7"``.
+        data: global batches; see ``dynajax.data.Batches``.
+        devices: all that placements may use, numbered in this order; those of JAX's default backend if None.
+        seed: of the parameters and of the run's random stream.
+        budget: bytes that a device may hold above the larger of both states during a switch.
+        deadline_s: seconds after which a step or a preparation is given up by name.
+
+    Attributes:
+        job: what is trained.
+        placement: where the state lies.
+
+    Example:
+        >>> trainer = Trainer(preset("small"), optax.adam(1e-3), "dp2.tp4", batches)
+        >>> trainer.step().loss
+        >>> trainer.prepare("tp8")  # compiles in the background
+        >>> trainer.step()
+        >>> trainer.switch("tp8").compile_s
+        0.0
+    """
+
+    def __init__(
+        self,
+        model: LlamaConfig,
+        optimizer: optax.GradientTransformation,
+        strategy: str | Strategy | Placement,
+        data: Data,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        seed: int = 0,
+        budget: int | str = "64MB",
+        deadline_s: float = 600.0,
+    ) -> None:
+        self.job = make_job(model, optimizer, data, jax.devices() if devices is None else devices)
+        self.placement = self.job.place(strategy)
+        self.data, self.seed, self.deadline_s = data, seed, deadline_s
+        self.workshop = Workshop(self.job, parse_bytes(budget))
+
+    @cached_property
+    def state(self) -> TrainState:
+        """The training state, complete and computed between any two calls; new when first asked for.
+
+        To go on from elsewhere, set it to a state that lies as ``job.layout(placement)`` says.
+        """
+        return self.job.initial_state(self.placement, self.seed)
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step that comes next, from 0."""
+        return int(self.state.step)
+
+    def step(self) -> StepReport:
+        """Take one optimizer step on the next global batch."""
+        start = time.perf_counter()
+        compiled = self.workshop.steps.get(self.placement, self.deadline_s)
+        number, batch = self.next_step, self.data.take(int(self.state.cursor), self.data.batch_size)
+        self.state, loss = compiled(self.state, batch, deadline_s=self.deadline_s)
+        seconds = time.perf_counter() - start
+        return StepReport(number, float(loss), batch.num_targets, batch.samples, str(self.placement), seconds)
+
+    def plan(self, source: str | Strategy | Placement, target: str | Strategy | Placement) -> Plan:
+        """The plan of a move, kept for when it comes.
+
+        Raises:
+            StrategyError: a placement fits neither model nor devices.
+            BudgetError: the budget cannot hold the move.
+        """
+        return self.workshop.plans.get(Move(self.job.place(source), self.job.place(target)), self.deadline_s)
+
+    def prepare(self, strategy: str | Strategy | Placement) -> Preparation:
+        """Begin to compile the step of ``strategy`` and to plan the move to it, in the background.
+
+        Errors come with ``wait`` of what is returned, or with ``switch``.
+        """
+        return begin(self.workshop, Move(self.placement, self.job.place(strategy)))
+
+    def switch(self, strategy: str | Strategy | Placement) -> SwitchReport:
+        """Go on under ``strategy`` from the next step; what was prepared costs nothing now.
+
+        Raises:
+            SwitchError: the move failed; says whether the old state is still whole.
+            DynajaxError: the switch was refused before anything moved.
+        """
+        start = time.perf_counter()
+        move = Move(self.placement, self.job.place(strategy))
+        prepared = begin(self.workshop, move).done()
+        plan, plan_s = self._timed(self.workshop.plans, move)
+        compiled, compile_s = self._timed(self.workshop.steps, move.target)
+        try:
+            state, report = reshard(self.state, compiled.layout, budget=plan.budget, donate=True, plan=plan)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise SwitchError(f"the move from {move} failed: {error}; {_left_of(self.state)}") from error
+        self.state, self.placement = state, move.target
+        return SwitchReport(
+            step=self.next_step,
+            source=str(move.source),
+            target=str(move.target),
+            pause_s=time.perf_counter() - start,
+            plan_s=plan_s + report.plan_s,
+            compile_s=compile_s + report.compile_s,
+            group_s=report.group_s,
+            pack_s=report.pack_s,
+            move_s=report.move_s,
+            unpack_s=report.unpack_s,
+            bytes_moved=report.bytes_moved,
+            bytes_retained=report.bytes_retained,
+            bytes_lower_bound=report.bytes_lower_bound,
+            peak_extra_bytes=report.peak_extra_bytes,
+            budget_bytes=report.budget_bytes,
+            prepared=prepared,
+        )
+
+    def _timed(self, shelf: Shelf[K, V], key: K) -> tuple[V, float]:
+        """What ``shelf`` has for ``key``, and the seconds it took to make it: 0 if it was there."""
+        if shelf.ready(key):
+            return shelf.get(key, self.deadline_s), 0.0
+        start = time.perf_counter()
+        return shelf.get(key, self.deadline_s), time.perf_counter() - start
+
+
+def _left_of(state: TrainState) -> str:
+    gone = [jax.tree_util.keystr(p) for p, leaf in jax.tree_util.tree_leaves_with_path(state) if leaf.is_deleted()]
+    if not gone:
+        return "the old state is whole and still in use"
+    return f"{len(gone)} leaves of the old state are gone ({', '.join(gone[:3])}, ...): resume from a checkpoint"
