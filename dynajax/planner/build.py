@@ -27,7 +27,7 @@ def build_plan(source: Layout, target: Layout, budget: int, donate: bool = True)
     """
     if source.space != target.space:
         raise LayoutError("source and target are layouts of different spaces")
-    devices = max(source.num_devices, target.num_devices)
+    devices = max(source.num_devices, target.num_devices, 1)
     load = np.zeros(devices, np.int64)
     demands: dict[tuple[bytes, bytes], Demand] = {}
     moves: list[Move] = []

@@ -138,7 +138,7 @@ class Plan:
         for move in self.moves:
             digest.update(repr(move.tensor).encode() + move.source.key + move.target.key)
             for field in (move.kept, *vars(move.copies).values()):
-                digest.update(np.ascontiguousarray(field))
+                digest.update(np.ascontiguousarray(field).tobytes())
         return digest.hexdigest()
 
     def summary(self) -> str:

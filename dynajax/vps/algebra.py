@@ -139,6 +139,8 @@ def _connected(lo: Ints, hi: Ints) -> list[Ints]:
 
 def _grid_cells(lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
     """Cells of the grid that all borders of the boxes cut."""
+    if lo.shape[1] == 0:
+        return lo[:1], hi[:1]
     cuts = [np.unique(np.concatenate([lo[:, d], hi[:, d]])) for d in range(lo.shape[1])]
     shape = [len(c) - 1 for c in cuts]
     at = np.indices(shape).reshape(len(shape), -1)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from dynajax.errors import LayoutError
 from dynajax.meshes import PARAMETER_RULES, Rules, Strategy, spec
@@ -86,8 +86,7 @@ def named_tiling(sharding: NamedSharding, shape: Sequence[int], devices: Ints | 
 
 
 def _device_ids(mesh: Any) -> Ints:
-    ids = getattr(mesh, "device_ids", None) if hasattr(mesh, "devices") else None
-    return np.arange(mesh.size) if ids is None else np.asarray(ids).reshape(-1)
+    return np.arange(mesh.size) if isinstance(mesh, AbstractMesh) else np.asarray(mesh.device_ids).reshape(-1)
 
 
 def strategy_layout(

@@ -63,7 +63,7 @@ class Tiling:
         """Equal for tilings that say the same; a cache key and a part of a plan's digest."""
         digest = hashlib.sha256(repr((self.shape, self.partial, self.region.lo.shape)).encode())
         for part in (self.holder, self.region.lo, self.region.hi, self.region.offset, self.region.stride):
-            digest.update(np.ascontiguousarray(part))
+            digest.update(np.ascontiguousarray(part).tobytes())
         return digest.digest()
 
     def region_of(self, device: int) -> Region:

@@ -1,0 +1,124 @@
+"""Hypothesis strategies for layouts of every kind: meshes, flat slices, fused blocks, mixed holdings."""
+
+import itertools
+
+import numpy as np
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from dynajax.vps import Layout, Region, Space, Tensor, Tiling, algebra, blocks, box, interval, mesh_tiling
+from dynajax.vps.region import concatenate, dense_boxes
+
+MESH_SIZES = [(1,), (2,), (3,), (4,), (5,), (7,), (2, 2), (2, 3), (4, 2), (2, 2, 2), (3, 1, 2)]
+shapes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 8]), max_size=3).map(tuple)
+
+
+@st.composite
+def mesh_tilings(draw, shape, pool):
+    """A mesh of some of the devices ``0 … pool − 1`` in any order, any spec, cut unevenly where it must be."""
+    sizes = draw(st.sampled_from([s for s in MESH_SIZES if np.prod(s) <= pool]))
+    devices = np.array(draw(st.permutations(range(pool)))[: int(np.prod(sizes))])
+    names = [f"a{k}" for k in range(len(sizes))]
+    left = draw(st.permutations(names))
+    entries = []
+    for _ in shape:
+        take = draw(st.integers(0, len(left)))
+        entries.append(tuple(left[:take]) or None)
+        left = left[take:]
+    return mesh_tiling(shape, dict(zip(names, sizes, strict=True)), PartitionSpec(*entries), devices)
+
+
+@st.composite
+def flat_tilings(draw, shape, pool):
+    """Slices of the flattened tensor that ignore its rows, each held by one to three devices."""
+    size = int(np.prod(shape, dtype=np.int64))
+    order = list(draw(st.permutations(range(pool))))
+    parts = draw(st.integers(1, pool))
+    cuts = [0, *sorted(draw(st.lists(st.integers(0, size), min_size=parts - 1, max_size=parts - 1))), size]
+    held = []
+    for k in range(parts):
+        copies = draw(st.integers(1, min(3, pool)))
+        held += [(order[(k + c) % pool], (cuts[k], cuts[k + 1])) for c in range(copies)]
+    regions: dict[int, list[Region]] = {}
+    for device, (a, b) in held:
+        if a < b and all(region_is_apart(shape, a, b, r) for r in regions.get(device, [])):
+            regions.setdefault(device, []).append(interval(shape, a, b))
+    return Tiling.of_regions(shape, [(d, end_to_end(r)) for d, r in sorted(regions.items())] or [(0, box(*[()] * 2))])
+
+
+def region_is_apart(shape, a, b, region):
+    """True if the slice shares no element with a region of the same device."""
+    other = interval(shape, a, b)
+    return not len(algebra.overlaps(other.lo, other.hi, region.lo, region.hi)[0])
+
+
+def end_to_end(regions):
+    """Regions laid one after the other in one buffer."""
+    start = np.cumsum([0, *[r.volume for r in regions]])
+    return concatenate([Region(r.lo, r.hi, r.offset + s, r.stride) for r, s in zip(regions, start[:-1], strict=True)])
+
+
+@st.composite
+def fused_tilings(draw, shape, pool):
+    """Blocks along one dim; every device of a row holds its share of each block, in its own order."""
+    dim = draw(st.integers(0, len(shape) - 1))
+    inner = sorted(draw(st.sets(st.integers(0, shape[dim]), max_size=3)) | {0, shape[dim]})
+    order = list(draw(st.permutations(range(pool))))
+    parts = draw(st.integers(1, pool))
+    regions = []
+    for k in range(parts):
+        shares = [(a + k * (b - a) // parts, a + (k + 1) * (b - a) // parts) for a, b in itertools.pairwise(inner)]
+        shares = draw(st.permutations([s for s in shares if s[0] < s[1]]))
+        if shares:
+            corner = [
+                ((*[0] * dim, a, *[0] * (len(shape) - dim - 1)), (*shape[:dim], b, *shape[dim + 1 :]))
+                for a, b in shares
+            ]
+            regions.append((order[k], blocks(corner, dim)))
+    return Tiling.of_regions(shape, regions)
+
+
+@st.composite
+def mixed_tilings(draw, shape, pool):
+    """Overlapping holdings of unlike kinds: a mesh covers, and some devices hold random boxes besides."""
+    base = draw(mesh_tilings(shape, pool))
+    held = [(d, base.region_of(d)) for d in base.devices.tolist()]
+    for device in draw(st.lists(st.integers(0, pool - 1), unique=True, max_size=3)):
+        corners = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+        lo, hi = np.array(corners, np.int64).reshape(-1, 2).T
+        mine = base.region_of(device)
+        new = [dense_boxes(a[None], b[None]) for a, b in zip(*algebra.subtract(lo, hi, mine.lo, mine.hi), strict=True)]
+        new = [r for r in new if r.volume]
+        if new:
+            held = [(d, r) for d, r in held if d != device]
+            held.append((device, end_to_end([*([mine] if mine.count else []), *new])))
+    return Tiling.of_regions(shape, held) if held else base
+
+
+@st.composite
+def tilings(draw, shape, pool):
+    """Any of the kinds above."""
+    kinds = [mesh_tilings]
+    if shape and 0 not in shape:
+        kinds += [flat_tilings, fused_tilings, mixed_tilings]
+    return draw(draw(st.sampled_from(kinds))(shape, pool))
+
+
+@st.composite
+def layout_pairs(draw, max_devices=8):
+    """Two layouts of one space, on device sets that are equal, permuted, disjoint, grown, shrunk or overlap."""
+    space = Space(
+        tuple(
+            Tensor(f"t{k}", draw(shapes), "float32" if size == 4 else "bfloat16", size)
+            for k, size in enumerate(draw(st.lists(st.sampled_from([2, 4]), min_size=1, max_size=4)))
+        )
+    )
+    pools = [draw(st.integers(1, max_devices)) for _ in range(2)]
+    layouts = [Layout(space, tuple(draw(tilings(t.shape, pool)) for t in space)) for pool in pools]
+    shift = draw(st.sampled_from([0, 0, 1, pools[0]]))
+    return layouts[0], shifted(layouts[1], shift)
+
+
+def shifted(layout, by):
+    """The layout on device numbers that are ``by`` larger."""
+    return Layout(layout.space, tuple(Tiling(t.shape, t.holder + by, t.region) for t in layout.tilings))
