@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
 from dynajax.models.attention import packed_attention
 from dynajax.models.config import LlamaConfig
@@ -84,9 +85,9 @@ def merge(graph: nnx.GraphDef[Llama], params: Params) -> Llama:
 def forward(
     config: LlamaConfig,
     params: Params,
-    tokens: jax.Array,
-    segment_ids: jax.Array,
-    positions: jax.Array,
+    tokens: ArrayLike,
+    segment_ids: ArrayLike,
+    positions: ArrayLike,
     *,
     attention: Attention = packed_attention,
     constrain: Constrain = unconstrained,
@@ -95,9 +96,7 @@ def forward(
 ) -> jax.Array:
     """Float32 logits (batch, seq, vocab); see ``Llama.__call__`` and ``Execution`` for the arguments."""
     run = Execution(attention, constrain, dtype, remat)
-    x = embed(config, params["embed"], tokens, positions, run)
-    x = run_blocks(config, params["blocks"], x, segment_ids, positions, run)
-    return project(config, params["head"], x, params["embed"]["tokens"], run)
+    return merge(nnx.graphdef(_abstract(config)), params)(tokens, segment_ids, positions, run)
 
 
 def embed(config: LlamaConfig, params: Params, tokens: jax.Array, positions: jax.Array, run: Execution) -> jax.Array:

@@ -15,7 +15,9 @@ Parameters (Touvron et al., 2023, with heads and head_dim kept apart)::
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
 from dynajax.models.config import LlamaConfig
 from dynajax.models.execution import Execution
@@ -81,7 +83,7 @@ class Llama(nnx.Module):
         self.head = Head(config, rngs)
 
     def __call__(
-        self, tokens: jax.Array, segment_ids: jax.Array, positions: jax.Array, run: Execution | None = None
+        self, tokens: ArrayLike, segment_ids: ArrayLike, positions: ArrayLike, run: Execution | None = None
     ) -> jax.Array:
         """Logits of the next token at every place.
 
@@ -95,6 +97,7 @@ class Llama(nnx.Module):
             (batch, seq, vocab) float32.
         """
         run = run or Execution()
+        tokens, segment_ids, positions = jnp.asarray(tokens), jnp.asarray(segment_ids), jnp.asarray(positions)
         x = self.embed(tokens, positions, run)
         x = scan_blocks(self.config, self.blocks, x, segment_ids, positions, run)
         return self.head(x, self.embed.tokens[...], run)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 
-def token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+def token_loss(logits: ArrayLike, targets: ArrayLike, weights: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Weighted cross entropy.
 
     Args:
@@ -21,14 +22,15 @@ def token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tup
     Returns:
         The sum of ``weight * -log p(target)`` in nats and the sum of weights, float32 scalars.
     """
-    logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
+    logits, weights = jnp.asarray(logits, jnp.float32), jnp.asarray(weights, jnp.float32)
     # A comparison with an iota, not a gather: it stays local where the vocabulary is cut over devices.
-    hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
+    hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == jnp.asarray(targets)[..., None]
     target_logit = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
     loss = jax.nn.logsumexp(logits, axis=-1) - target_logit
     return jnp.sum(loss * weights), jnp.sum(weights)
 
 
-def mean_loss(loss_sum: jax.Array, weight_sum: jax.Array) -> jax.Array:
+def mean_loss(loss_sum: ArrayLike, weight_sum: ArrayLike) -> jax.Array:
     """``loss_sum / weight_sum``; 0, with zero gradients, where nothing counted."""
-    return jnp.where(weight_sum > 0, loss_sum, 0.0) / jnp.where(weight_sum > 0, weight_sum, 1.0)
+    counted = jnp.asarray(weight_sum) > 0
+    return jnp.where(counted, loss_sum, 0.0) / jnp.where(counted, weight_sum, 1.0)

@@ -1,11 +1,13 @@
 """The decoder again, in float64 numpy, one document and one head at a time: the reference of the tests."""
 
+from typing import Any
+
 import numpy as np
 
 from dynajax.models import LlamaConfig
 
 
-def to_float64(tree):
+def to_float64(tree) -> Any:
     if isinstance(tree, dict):
         return {name: to_float64(child) for name, child in tree.items()}
     return np.asarray(tree, np.float64)

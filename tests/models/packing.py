@@ -4,7 +4,7 @@ import numpy as np
 
 
 def pack(documents, rows, seq):
-    """Documents (a list of token lists for each row) to tokens, segment_ids and positions, each (rows, seq)."""
+    """Tokens, segment_ids and positions, each (rows, seq), of a list of documents for each row."""
     tokens, segments, positions = (np.zeros((rows, seq), np.int32) for _ in range(3))
     for row, in_row in enumerate(documents):
         start = 0

@@ -160,14 +160,15 @@ def test_padding_beside_documents_gives_finite_gradients_even_where_padding_coun
 def test_the_scan_equals_the_layers_one_by_one():
     config = VARIANTS["deep"]
     params = shaken(config)
-    batch = pack(draw_documents(np.random.default_rng(6), [(8, 8), (3, 9)]), ROWS, SEQ)
+    documents = draw_documents(np.random.default_rng(6), [(8, 8), (3, 9)])
+    tokens, segments, positions = map(jnp.asarray, pack(documents, ROWS, SEQ))
     execution = Execution()
-    stage = jax.jit(lambda blocks, x: run_blocks(config, blocks, x, *batch[1:], execution))
-    x = embed(config, params["embed"], batch[0], batch[2], execution)
+    stage = jax.jit(lambda blocks, x: run_blocks(config, blocks, x, segments, positions, execution))
+    x = embed(config, params["embed"], tokens, positions, execution)
     for lo, hi in ((0, 1), (1, 2), (2, 4), (4, 5)):
         x = stage(jax.tree.map(lambda a, lo=lo, hi=hi: a[lo:hi], params["blocks"]), x)
     by_stage = project(config, params["head"], x, None, execution)
-    np.testing.assert_allclose(by_stage, run(config, params, *batch), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(by_stage, run(config, params, tokens, segments, positions), rtol=1e-5, atol=1e-5)
 
 
 def test_shared_kv_heads_equal_repeated_ones():

@@ -1,4 +1,0 @@
-import jax
-
-if jax.config.jax_num_cpu_devices < 8:
-    jax.config.update("jax_num_cpu_devices", 8)
