@@ -9,5 +9,6 @@ from dynajax.engine import plan_reshard as plan_reshard
 from dynajax.engine import reshard as reshard
 from dynajax.errors import DynajaxError as DynajaxError
 from dynajax.meshes import Strategy as Strategy
+from dynajax.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
