@@ -10,7 +10,7 @@ import numpy as np
 from jax._src import core
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import pxla
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 
 def assemble(like: jax.Array, sharding: Sharding, buffers: Sequence[Any], devices: Sequence[jax.Device]) -> jax.Array:
@@ -39,16 +39,19 @@ class Disowner:
     """
 
     def __init__(self) -> None:
-        self._stand_ins: dict[jax.Device, jax.Array] = {}
+        self._stand_ins: dict[tuple[jax.Device, str | None], jax.Array] = {}
 
     def disown(self, array: jax.Array) -> None:
-        """Make ``array`` a deleted one; its buffers are not touched."""
+        """Make ``array`` a deleted one; its buffers live as long as other arrays hold them."""
+        kind = array.sharding.memory_kind
         order = device_order(array.sharding)
         for device in order:
-            if device not in self._stand_ins:
-                self._stand_ins[device] = jax.device_put(np.zeros((), np.uint8), device)
-        buffers = [self._stand_ins[d] for d in order]
+            if (device, kind) not in self._stand_ins:
+                place = SingleDeviceSharding(device, memory_kind=kind)
+                self._stand_ins[device, kind] = jax.device_put(np.zeros((), np.uint8), place)
+        buffers = [self._stand_ins[d, kind] for d in order]
         hollow = ArrayImpl(array.aval, array.sharding, buffers, committed=True, _skip_checks=True)  # pyright: ignore
+        array.__dict__.pop("addressable_shards", None)  # a cache that holds the buffers
         array._replace_with(hollow)  # pyright: ignore[reportAttributeAccessIssue]
 
     def close(self) -> None:

@@ -47,7 +47,8 @@ def execute(
 ) -> tuple[dict[int, jax.Array], int]:
     """Target arrays by leaf index, and the most bytes that a place held above its base.
 
-    With ``plan.donate`` every source array is deleted at the end of its stage; buffers that stay live on in the target.
+    With ``plan.donate`` every source array is deleted at the end of its stage. Its buffers are let go, not destroyed:
+    those that stay live on in the target, and those that an array outside the state shares live on there.
     """
     ledger = Ledger(plan)
     disowner = private.Disowner()
