@@ -1,5 +1,6 @@
 """The virtual parameter space: what state there is, and who holds which part of it (pure)."""
 
+from dynajax.vps.flat import flat_layout as flat_layout
 from dynajax.vps.region import Region as Region
 from dynajax.vps.region import blocks as blocks
 from dynajax.vps.region import box as box

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from dynajax.meshes import PARAMETER_RULES, Rules, Strategy, spec
 from dynajax.vps.region import Ints
 from dynajax.vps.space import Space
 from dynajax.vps.tiling import Layout, Tiling
+
+SHARED = frozenset({"kv_heads"})
+"""Logical axes whose parts may be held by more than one rank where tp does not divide them."""
 
 
 def mesh_tiling(shape: Sequence[int], mesh_shape: Mapping[str, int], partition: PartitionSpec, devices: Ints) -> Tiling:
@@ -30,17 +34,33 @@ def mesh_tiling(shape: Sequence[int], mesh_shape: Mapping[str, int], partition: 
         devices: device number at each mesh position, in row-major order; any array of that size.
     """
     shape = tuple(int(n) for n in shape)
-    devices = np.asarray(devices, np.int64).reshape(-1)
-    position = dict(zip(mesh_shape, np.indices(tuple(mesh_shape.values())).reshape(len(mesh_shape), -1), strict=True))
-    lo = np.zeros((len(devices), len(shape)), np.int64)
+    lo, hi = mesh_boxes(shape, mesh_shape, dim_axes(partition, shape, mesh_shape))
+    return Tiling.of_boxes(shape, np.asarray(devices, np.int64).reshape(-1), lo, hi)
+
+
+def mesh_boxes(
+    shape: Sequence[int], mesh_shape: Mapping[str, int], cut_by: Sequence[tuple[str, ...]], shared: Sequence[int] = ()
+) -> tuple[Ints, Ints]:
+    """The box ``lo, hi`` of each mesh position, in row-major order of the mesh; shape (positions, rank).
+
+    Args:
+        shape: logical shape.
+        mesh_shape: size of each mesh axis, in mesh order.
+        cut_by: mesh axes that cut each dim.
+        shared: dims of which a part that does not come out even is held by all positions that touch it.
+    """
+    sizes = tuple(mesh_shape.values())
+    position = dict(zip(mesh_shape, np.indices(sizes).reshape(len(sizes), -1), strict=True))
+    lo = np.zeros((math.prod(sizes), len(shape)), np.int64)
     hi = np.broadcast_to(np.asarray(shape, np.int64), lo.shape).copy()
-    for dim, axes in enumerate(dim_axes(partition, shape, mesh_shape)):
+    for dim, axes in enumerate(cut_by):
         parts = math.prod(mesh_shape[a] for a in axes)
-        part = np.zeros(len(devices), np.int64)
+        part = np.zeros(len(lo), np.int64)
         for a in axes:
             part = part * mesh_shape[a] + position[a]
-        lo[:, dim], hi[:, dim] = part * shape[dim] // parts, (part + 1) * shape[dim] // parts
-    return Tiling.of_boxes(shape, devices, lo, hi)
+        lo[:, dim] = part * shape[dim] // parts
+        hi[:, dim] = -(-(part + 1) * shape[dim] // parts) if dim in shared else (part + 1) * shape[dim] // parts
+    return lo, hi
 
 
 def dim_axes(partition: PartitionSpec, shape: Sequence[int], mesh_shape: Mapping[str, int]) -> list[tuple[str, ...]]:
@@ -89,12 +109,62 @@ def _device_ids(mesh: Any) -> Ints:
     return np.arange(mesh.size) if isinstance(mesh, AbstractMesh) else np.asarray(mesh.device_ids).reshape(-1)
 
 
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """The devices of a strategy as a dense tensor, or an expert, sees them.
+
+    Attributes:
+        devices: device numbers, shape (pipeline stages, data ranks, model ranks). Data ranks hold copies of what a
+            model rank holds; model ranks cut tensors.
+        model: mesh axes that the model ranks are made of, the last running fastest.
+    """
+
+    devices: Ints
+    model: dict[str, int]
+
+
+def fold(strategy: Strategy, experts: bool, devices: Ints | None = None) -> Fold:
+    """Fold a strategy of one pipeline for its dense tensors or for its experts.
+
+    Outside the experts ep carries data. Inside them it cuts experts; with a layout of their own (``/ep4.tp2``) they
+    are folded over the devices of a pipeline stage, tp fastest, then ep, and the rest of the stage holds copies.
+    """
+    sizes = strategy.mesh_shape()
+    numbers = np.arange(strategy.num_devices) if devices is None else np.asarray(devices, np.int64)
+    grid = numbers.reshape(tuple(sizes.values()))
+    own = strategy.pipelines[0].experts
+    if not experts:
+        return Fold(grid.reshape(sizes["pp"], -1, sizes["tp"]), {"tp": sizes["tp"]})
+    if own:
+        return Fold(grid.reshape(sizes["pp"], -1, own[0] * own[1]), {"ep": own[0], "tp": own[1]})
+    ranks = sizes["ep"] * sizes["tp"]
+    return Fold(np.moveaxis(grid, 3, 4).reshape(sizes["pp"], -1, ranks), {"ep": sizes["ep"], "tp": sizes["tp"]})
+
+
+def is_expert(axes: Sequence[str | None]) -> bool:
+    """True for a tensor that has a dim of experts."""
+    return "expert" in axes
+
+
+def cut_boxes(
+    mesh: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None], rules: Rules
+) -> tuple[Ints, Ints]:
+    """The box of each position of ``mesh``, cut by those axes of the rules that the mesh has; see ``mesh_boxes``.
+
+    A kv head that two positions need, because tp does not divide the kv heads, is held by both.
+    """
+    entries = dim_axes(spec(axes, rules), shape, {a: 1 for names in rules.values() for a in names})
+    cut_by = [tuple(a for a in names if a in mesh) for names in entries]
+    return mesh_boxes(shape, mesh, cut_by, [d for d, name in enumerate(axes) if name in SHARED])
+
+
 def strategy_layout(
     space: Space,
     logical_axes: Mapping[str, Sequence[str | None]],
     strategy: Strategy,
     rules: Rules = PARAMETER_RULES,
     devices: Ints | None = None,
+    last: frozenset[str] | None = None,
 ) -> Layout:
     """The layout of a space under a strategy of one pipeline; dims that an axis does not divide are cut unevenly.
 
@@ -104,14 +174,27 @@ def strategy_layout(
         strategy: one pipeline.
         rules: logical axes to mesh axes.
         devices: device number at each mesh position; default 0, 1, ….
+        last: paths of tensors without layers that live on the last pipeline stage; the others live on the first.
+            Default: a tensor without layers is on all stages.
     """
-    numbers = np.arange(strategy.num_devices) if devices is None else devices
-    mesh_shape = strategy.mesh_shape()
-    tilings: dict[tuple[tuple[int, ...], PartitionSpec], Tiling] = {}
+    sizes = strategy.mesh_shape()
+    numbers = np.arange(strategy.num_devices) if devices is None else np.asarray(devices, np.int64)
+    own = strategy.pipelines[0].experts
+    expert_mesh = {"pp": sizes["pp"], "dp": 0, "ep": own[0], "tp": own[1]} if own else sizes
+    if own:
+        expert_mesh["dp"] = len(numbers) // (sizes["pp"] * own[0] * own[1])
+    tilings: dict[tuple[object, ...], Tiling] = {}
     chosen: list[Tiling] = []
     for tensor in space:
-        key = (tensor.shape, spec(logical_axes.get(tensor.path, ()), rules))
+        axes = tuple(logical_axes.get(tensor.path, ()))
+        stages = slice(None)
+        if last is not None and "layers" not in axes:
+            stages = slice(-1, None) if tensor.path in last else slice(0, 1)
+        key = (tensor.shape, axes, stages.start)
         if key not in tilings:
-            tilings[key] = mesh_tiling(*key[:1], mesh_shape, key[1], numbers)
+            mesh = expert_mesh if is_expert(axes) else sizes
+            lo, hi = cut_boxes(mesh, tensor.shape, axes, rules)
+            there = np.arange(len(numbers)).reshape(sizes["pp"], -1)[stages].reshape(-1)
+            tilings[key] = Tiling.of_boxes(tensor.shape, numbers[there], lo[there], hi[there])
         chosen.append(tilings[key])
     return Layout(space, tuple(chosen))
