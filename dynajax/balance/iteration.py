@@ -1,0 +1,256 @@
+"""The plan of an iteration: which strategy, which sequences on which pipeline, in which micro-batches.
+
+For each candidate strategy that holds the longest sequence: dispatch, pack, simulate, and exchange
+sequences between the last pipeline and the others while that ends it earlier. The candidate that ends
+first wins. Candidates are tried in the order of a lower bound (``bound``), and one whose bound is not
+below the best end so far is not tried: it cannot win.
+
+A plan depends on its arguments alone, so every process computes the same one; ``digest`` lets them check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dynajax.balance import bound
+from dynajax.balance.cost import Floats, Ints, PipelineCost, costs_of, short_text
+from dynajax.balance.dispatch import assign
+from dynajax.balance.exchange import Assignment, move
+from dynajax.balance.fill import FillOptions, PipelineFill, fill, fill_ms
+from dynajax.errors import BalanceError
+from dynajax.meshes import Strategy
+
+_ROUNDS = 40
+_TRIES = 8  # exchanges that are packed and simulated in a round
+_ESTIMATED = 1.1  # a candidate whose estimated end is so far behind is not packed
+_HOPE = 1.03  # a candidate that is so far behind after dispatch is not searched further
+
+
+@dataclass(frozen=True)
+class Considered:
+    """What became of a candidate.
+
+    Attributes:
+        bound_ms: it cannot end before this; infinite if it does not hold the longest sequence.
+        ms: when its plan ends; infinite if none was made, because its bound was not below the best.
+    """
+
+    bound_ms: float
+    ms: float = float("inf")
+
+
+@dataclass(frozen=True)
+class IterationPlan:
+    """What all devices do in an iteration.
+
+    Attributes:
+        candidate: position of the chosen strategy among the candidates.
+        strategy: the chosen strategy, one pipeline for each of ``pipelines``.
+        pipelines: their micro-batches.
+        ms: simulated time of the last pipeline.
+        considered: all candidates, in the order in which they were given.
+    """
+
+    candidate: int
+    strategy: Strategy
+    pipelines: tuple[PipelineFill, ...]
+    ms: float
+    considered: tuple[Considered, ...] = field(repr=False)
+
+    @property
+    def published_ms(self) -> float:
+        """Time of the last pipeline by the published form."""
+        return max((pipeline.published_ms for pipeline in self.pipelines), default=0.0)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of all device time, until the last pipeline ends, in which a device does nothing."""
+        busy = sum(mb.ms * p.pipeline.num_devices for p in self.pipelines for mb in p.microbatches)
+        return 1 - busy / (self.ms * self.strategy.num_devices) if self.ms else 0.0
+
+    @cached_property
+    def digest(self) -> str:
+        """The same for the same plan on every process: what to compare before running it."""
+        packs = [[(mb.sequences, mb.padded) for mb in p.microbatches] for p in self.pipelines]
+        return sha256(repr((self.candidate, short_text(self.strategy), packs)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How iterations are planned.
+
+    Attributes:
+        filling: how a pipeline's share is packed.
+        may_idle: whether a pipeline may stay without work although there are sequences enough.
+    """
+
+    filling: FillOptions = field(default_factory=FillOptions)
+    may_idle: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy with the prices of its pipelines.
+
+    Attributes:
+        strategy: the strategy.
+        kinds: its different pipelines, ``max_len`` being what their rows hold.
+        kind: which of them each pipeline is.
+    """
+
+    strategy: Strategy
+    kinds: tuple[PipelineCost, ...]
+    kind: tuple[int, ...]
+
+    @property
+    def room(self) -> int:
+        """Most tokens of a sequence."""
+        return max(cost.max_len for cost in self.kinds)
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the deepest pipeline."""
+        return max(cost.pp for cost in self.kinds)
+
+
+class Planner:
+    """Plans iterations over a fixed set of candidates.
+
+    Example:
+        >>> planner = Planner([Strategy.parse("tp16|12*tp4")], profile.costs(optimizer))
+        >>> planner.plan([30_000, 512, 80]).strategy
+    """
+
+    def __init__(
+        self, candidates: Iterable[Strategy], costs: Sequence[PipelineCost], options: PlanOptions | None = None
+    ) -> None:
+        """Look the candidates up in the price list.
+
+        Args:
+            candidates: strategies of which each iteration takes one.
+            costs: price lists of their pipelines.
+            options: how to plan.
+
+        Raises:
+            BalanceError: there is no candidate, or one has a pipeline that is not in ``costs`` or, with the
+                given shapes, holds nothing.
+        """
+        self.options = options or PlanOptions()
+        self.candidates = tuple(_candidate(strategy, costs, self.options.filling) for strategy in candidates)
+        if not self.candidates:
+            raise BalanceError("no candidate strategies: give at least one")
+
+    def plan(self, lengths: ArrayLike, only: int | None = None) -> IterationPlan:
+        """The best plan for sequences of ``lengths`` tokens.
+
+        Args:
+            lengths: tokens of each sequence, 1 or more, in any order; there may be none.
+            only: consider this candidate alone.
+
+        Raises:
+            BalanceError: no candidate holds the longest sequence, or a length is below 1.
+        """
+        tokens = np.asarray(lengths, np.int64).reshape(-1)
+        self._check(tokens, only)
+        ranked = -np.sort(-tokens)
+        bounds = {
+            index: bound.candidate(ranked, c.kinds, np.bincount(c.kind))
+            for index, c in enumerate(self.candidates)
+            if only in (None, index)
+        }
+        considered = [Considered(bounds[i].ms if i in bounds else np.inf) for i in range(len(self.candidates))]
+        best, chosen = _Shared(np.inf, np.empty(0, np.int64)), -1
+        for index in sorted(bounds, key=lambda i: (bounds[i].ms, self.candidates[i].stages, bounds[i].work_ms)):
+            if bounds[index].ms >= best.ms:
+                break
+            shared = _share_out(tokens, self.candidates[index], self.options, best.ms * _HOPE)
+            considered[index] = replace(considered[index], ms=shared.ms)
+            best, chosen = (shared, index) if shared.ms < best.ms else (best, chosen)
+        return _written(tokens, self.candidates[chosen], chosen, best.bins, tuple(considered), self.options)
+
+    def _check(self, tokens: Ints, only: int | None) -> None:
+        if tokens.size and tokens.min() < 1:
+            raise BalanceError(f"sequence {tokens.argmin()} has {tokens.min()} tokens: leave out empty sequences")
+        room = max(c.room for index, c in enumerate(self.candidates) if only in (None, index))
+        if tokens.size and tokens.max() > room:
+            raise BalanceError(
+                f"sequence {tokens.argmax()} has {tokens.max()} tokens and the roomiest candidate holds {room}: "
+                "truncate or split it, or add a strategy with a larger pipeline"
+            )
+
+
+def _candidate(strategy: Strategy, costs: Sequence[PipelineCost], filling: FillOptions) -> Candidate:
+    each = costs_of(strategy, costs)
+    kinds = tuple(dict.fromkeys(each))
+    position = {cost.pipeline: k for k, cost in enumerate(kinds)}
+    kind = tuple(position[cost.pipeline] for cost in each)
+    if filling.shapes:
+        kinds = tuple(replace(cost, max_len=filling.shapes.room(cost)) for cost in kinds)
+    small = [str(cost.pipeline) for cost in kinds if cost.max_len < 1]
+    if small:
+        raise BalanceError(
+            f"{small[0]} of strategy {short_text(strategy)} is too small for every bucket: add a smaller"
+        )
+    pipelines = tuple(cost.pipeline for cost in each)
+    return Candidate(Strategy(pipelines), kinds, kind)
+
+
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """When a plan ends, and the pipeline of each sequence in it."""
+
+    ms: float
+    bins: Ints
+
+
+def _share_out(tokens: Ints, candidate: Candidate, options: PlanOptions, limit: float) -> _Shared:
+    """A good plan of ``candidate``, searched further only if it soon ends before ``limit``."""
+    kind = np.array(candidate.kind)
+    found = assign(tokens, candidate.kinds, kind, max_segments=options.filling.max_segments, may_idle=options.may_idle)
+    if found.done.max() > limit * _ESTIMATED:
+        return _Shared(np.inf, found.bins)
+
+    def end(index: int, items: Ints) -> float:
+        return fill_ms(tokens[items].tolist(), candidate.kinds[kind[index]], options.filling)
+
+    ms = np.array([end(index, items) for index, items in enumerate(found.members())])
+    for _ in range(_ROUNDS):
+        if ms.max() > limit or not _relieve(found, ms, end):
+            break
+    return _Shared(float(ms.max()), found.bins)
+
+
+def _relieve(found: Assignment, ms: Floats, end: Callable[[int, Ints], float]) -> bool:
+    """Make the first of the most promising exchanges that does end the last pipeline earlier."""
+    source = int(ms.argmax())
+    for exchange in found.exchanges(source, _TRIES):
+        bins = found.bins.copy()
+        move(bins, exchange)
+        after = [end(index, np.flatnonzero(bins == index)) for index in (source, exchange.target)]
+        if max(after) < ms[source] * (1 - 1e-6):
+            found.apply(exchange)
+            ms[[source, exchange.target]] = after
+            return True
+    return False
+
+
+def _written(
+    tokens: Ints,
+    candidate: Candidate,
+    index: int,
+    bins: Ints,
+    considered: tuple[Considered, ...],
+    options: PlanOptions,
+) -> IterationPlan:
+    pipelines: list[PipelineFill] = []
+    for pipeline, kind in enumerate(candidate.kind):
+        items = np.flatnonzero(bins == pipeline)
+        pipelines.append(fill(items.tolist(), tokens[items].tolist(), candidate.kinds[kind], options.filling))
+    ms = max(pipeline.ms for pipeline in pipelines)
+    return IterationPlan(index, candidate.strategy, tuple(pipelines), ms, considered)

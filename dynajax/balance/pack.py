@@ -1,0 +1,210 @@
+"""Packing: which sequences of a pipeline share a micro-batch.
+
+``fewest`` makes as few micro-batches as it can, ``balanced`` makes a given number of like price; both
+keep every micro-batch within a number of tokens and of sequences. ``contiguous`` cuts a list into
+intervals at least cost, each interval on the strategy that suits it, for any price of an interval.
+``order`` says in which order unequal micro-batches enter a pipeline.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+
+import numpy as np
+
+from dynajax.balance.cost import Floats, Ints
+from dynajax.balance.exchange import NEVER, Assignment, Problem
+from dynajax.errors import BalanceError
+
+Packs = list[list[int]]
+"""Micro-batches, each a list of positions in the lengths that were given."""
+
+_STEPS_PER_PACK = 8
+
+
+def fewest(tokens: Sequence[int], room: int, max_segments: int) -> Packs:
+    """Few packs of at most ``room`` tokens and ``max_segments`` sequences (best fit, longest first).
+
+    Raises:
+        BalanceError: a sequence is longer than ``room``.
+    """
+    packs: Packs = []
+    open_packs: list[tuple[int, int]] = []  # (room left, pack), sorted
+    for item in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        size = tokens[item]
+        if size > room:
+            raise BalanceError(f"a sequence of {size} tokens cannot go into micro-batches of at most {room}")
+        at = bisect_left(open_packs, (size, -1))
+        if at == len(open_packs):
+            left, pack = room, len(packs)
+            packs.append([])
+        else:
+            left, pack = open_packs.pop(at)
+        packs[pack].append(item)
+        if len(packs[pack]) < max_segments:
+            insort(open_packs, (left - size, pack))
+    return packs
+
+
+def balanced(
+    times: Sequence[float], tokens: Sequence[int], count: int, room: int, max_segments: int, *, search: bool = True
+) -> Packs | None:
+    """``count`` packs of like time within ``room`` and ``max_segments``, or None if none were found.
+
+    Each sequence, the most expensive first, goes to the cheapest pack that has room; then local search.
+
+    Args:
+        times: ms of each sequence.
+        tokens: length of each sequence.
+        count: packs, none of them empty: at most the number of sequences.
+        room: most tokens of a pack.
+        max_segments: most sequences of a pack.
+        search: whether to search after the first assignment.
+    """
+    if count > len(tokens):
+        return None
+    packs = _cheapest_first(times, tokens, count, room, max_segments)
+    if packs is None:
+        packs = _spread(fewest(tokens, room, max_segments), count)
+    if packs is None or not search or count < 2:
+        return packs
+    bins = np.empty(len(tokens), np.int64)
+    for index, pack in enumerate(packs):
+        bins[pack] = index
+
+    def finish(_: Ints, load: Floats, longest: Floats, held: Ints, items: Ints) -> Floats:
+        return np.where((held <= room) & (items <= max_segments), load, NEVER)
+
+    kind = np.zeros(count, np.int64)
+    problem = Problem(np.asarray(times, np.float64)[None], kind, np.asarray(tokens, np.int64), finish)
+    found = Assignment(problem, bins)
+    found.improve(_STEPS_PER_PACK * count)
+    return [np.flatnonzero(found.bins == index).tolist() for index in range(count)]
+
+
+def lightest_ms(times: Floats, count: int) -> float:
+    """No way to make ``count`` packs has a heaviest pack cheaper than this.
+
+    It is at least the mean, the most expensive sequence, and, where i + 1 sequences share ``count``
+    packs, the cheapest ⌈(i + 1) / count⌉ of the i + 1 most expensive.
+    """
+    ranked = np.sort(np.asarray(times, np.float64))[::-1]
+    if not ranked.size:
+        return 0.0
+    sums = np.concatenate([[0.0], ranked.cumsum()])
+    end = np.arange(1, ranked.size + 1)
+    together = sums[end] - sums[end + (-end // count)]
+    return float(max(sums[-1] / count, together.max()))
+
+
+def order(times: Sequence[float]) -> list[int]:
+    """Positions of micro-batches so that the cheap ones are at both ends and the expensive in the middle.
+
+    The first forwards and the last backwards have the bubbles, which are as long as they are.
+    """
+    ranked = sorted(range(len(times)), key=lambda i: (times[i], i))
+    return ranked[::2] + ranked[1::2][::-1]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Items ``start`` to ``stop`` (exclusive) together, on a strategy.
+
+    Attributes:
+        start: first item.
+        stop: one past the last.
+        strategy: position of the strategy in the prices.
+    """
+
+    start: int
+    stop: int
+    strategy: int
+
+
+def contiguous(prices: Floats) -> tuple[Floats, tuple[Interval, ...]]:
+    """Cut a list into intervals so that the sum of their prices is least.
+
+    Args:
+        prices: float64 (strategies, n, n + 1); ``prices[s, i, j]`` is the price of items i to j
+            (exclusive) together on strategy s, infinite if it cannot be.
+
+    Returns:
+        The least price of the first 1, 2, … n items, and the intervals for all of them.
+
+    Raises:
+        BalanceError: there is no such cut.
+    """
+    items = prices.shape[1]
+    cheapest, strategy = prices.min(axis=0), prices.argmin(axis=0)
+    least = np.zeros(items + 1)
+    came_from = np.zeros(items + 1, np.int64)
+    for stop in range(1, items + 1):
+        totals = least[:stop] + cheapest[:stop, stop]
+        came_from[stop] = totals.argmin()
+        least[stop] = totals[came_from[stop]]
+    if not np.isfinite(least[-1]):
+        raise BalanceError(f"{items} items cannot be cut into intervals: no strategy holds some of them")
+    intervals: list[Interval] = []
+    stop = items
+    while stop:
+        start = int(came_from[stop])
+        intervals.append(Interval(start, stop, int(strategy[start, stop])))
+        stop = start
+    return least[1:], tuple(reversed(intervals))
+
+
+def neighbours(times: Sequence[float], tokens: Sequence[int], count: int, room: int, max_segments: int) -> Packs | None:
+    """``balanced`` with packs of neighbours in length only; the best of those, by dynamic programme."""
+    ranked = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
+    sums, held = (np.concatenate([[0], np.cumsum([values[i] for i in ranked])]) for values in (times, tokens))
+    items = np.arange(len(tokens) + 1)
+    wide = items[None, :] - items[:, None]
+    fits = (wide > 0) & (wide <= max_segments) & (held[None, :] - held[:, None] <= room)
+    pack = np.where(fits, sums[None, :] - sums[:, None], np.inf)  # (start, stop)
+    heaviest, cuts = np.append(0.0, np.full(len(tokens), np.inf)), []
+    for _ in range(count):
+        ends = np.maximum(heaviest[:, None], pack)
+        cuts.append(ends.argmin(axis=0))
+        heaviest = ends.min(axis=0)
+    if not np.isfinite(heaviest[-1]):
+        return None
+    packs: Packs = []
+    stop = len(tokens)
+    for came_from in reversed(cuts):
+        packs.insert(0, ranked[came_from[stop] : stop])
+        stop = int(came_from[stop])
+    return packs
+
+
+def _cheapest_first(
+    times: Sequence[float], tokens: Sequence[int], count: int, room: int, max_segments: int
+) -> Packs | None:
+    """The most expensive sequence first, each to the cheapest pack that has room; None if it gets stuck."""
+    packs: Packs = [[] for _ in range(count)]
+    held = [0] * count
+    cheapest = [(0.0, pack) for pack in range(count)]
+    for item in sorted(range(len(tokens)), key=lambda i: (-times[i], i)):
+        size = tokens[item]
+        passed: list[tuple[float, int]] = []
+        while cheapest and (held[cheapest[0][1]] + size > room or len(packs[cheapest[0][1]]) >= max_segments):
+            passed.append(heappop(cheapest))
+        if not cheapest:
+            return None
+        load, pack = cheapest[0]
+        heapreplace(cheapest, (load + times[item], pack))
+        packs[pack].append(item)
+        held[pack] += size
+        for entry in passed:
+            heappush(cheapest, entry)
+    return packs
+
+
+def _spread(packs: Packs, count: int) -> Packs | None:
+    """Single sequences out of the fullest packs until there are ``count``; None if there are more already."""
+    while len(packs) < count:
+        fullest = max(packs, key=len)
+        packs = [*packs, [fullest.pop()]]
+    return packs if len(packs) == count else None

@@ -1,0 +1,154 @@
+"""Slow and sure: exact dispatch and packing, to judge the fast ones by.
+
+``milp_*`` hand the problem to HiGHS (scipy) with a time limit and return its proven bound with its
+best solution; ``exact_*`` try everything and are for a handful of sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, milp
+from scipy.sparse import coo_array
+
+from dynajax.balance.cost import Floats, Ints, PipelineCost
+from dynajax.errors import BalanceError
+
+_ENUMERABLE = 2_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What the referee found.
+
+    Attributes:
+        ms: price of the best solution; infinite if none was found in time.
+        bound: no solution is cheaper than this.
+        bins: int64 (items,), the bin of each item in that solution; empty if there is none.
+    """
+
+    ms: float
+    bound: float
+    bins: Ints
+
+
+def milp_dispatch(tokens: Ints, costs: Sequence[PipelineCost], seconds: float) -> Verdict:
+    """The dispatch that minimises the last of ``Σ T + (pp − 1)·max T`` over pipelines (Hydraulis' programme).
+
+    Args:
+        tokens: int64 (sequences,).
+        costs: one for each pipeline.
+        seconds: time limit of the solver.
+    """
+    times = np.stack([cost.times(tokens) for cost in costs])
+    bubbles = np.array([cost.pp - 1.0 for cost in costs])
+    return _min_max(times, bubbles, np.full(len(costs), np.inf), tokens, seconds)
+
+
+def milp_packing(times: Floats, tokens: Ints, count: int, room: int, seconds: float) -> Verdict:
+    """``count`` packs of at most ``room`` tokens whose heaviest is as light as possible."""
+    alike = np.tile(times, (count, 1))
+    return _min_max(alike, np.zeros(count), np.full(count, float(room)), tokens, seconds)
+
+
+def lp_dispatch_ms(tokens: Ints, costs: Sequence[PipelineCost]) -> float:
+    """A lower bound of any dispatch: sequences may be cut over pipelines, pipelines have no bubbles.
+
+    Pipelines of one kind are one machine here, which changes nothing and keeps the programme small.
+    A whole sequence must still pass all stages of some pipeline.
+    """
+    kinds = list(dict.fromkeys(costs))
+    copies = np.array([costs.count(cost) for cost in kinds], np.float64)
+    times = np.stack([cost.times(tokens) for cost in kinds])
+    kind, item = np.nonzero(np.isfinite(times))
+    parts = np.arange(kind.size)
+    capacity = coo_array(
+        (
+            np.append(times[kind, item], -copies),
+            (np.append(kind, np.arange(len(kinds))), np.append(parts, np.full(len(kinds), kind.size))),
+        ),
+        (len(kinds), kind.size + 1),
+    )
+    whole = coo_array((np.ones(kind.size), (item, parts)), (tokens.size, kind.size + 1))
+    goal = np.append(np.zeros(kind.size), 1.0)
+    solved = linprog(goal, capacity, np.zeros(len(kinds)), whole, np.ones(tokens.size), method="highs")
+    passing = (times * np.array([[cost.pp] for cost in kinds])).min(axis=0)
+    return max(float(solved.fun), float(passing.max(initial=0.0)))
+
+
+def exact_dispatch(tokens: Ints, costs: Sequence[PipelineCost]) -> Verdict:
+    """``milp_dispatch`` by trying every assignment."""
+    times = np.stack([cost.times(tokens) for cost in costs])
+    every = _every_assignment(tokens.size, len(costs))
+    done = np.zeros(len(every))
+    for index, cost in enumerate(costs):
+        held = np.where(every == index, times[index], 0.0)
+        done = np.maximum(done, held.sum(axis=1) + (cost.pp - 1) * held.max(axis=1))
+    best = int(done.argmin())
+    return Verdict(float(done[best]), float(done[best]), every[best])
+
+
+def exact_packing(times: Floats, tokens: Ints, count: int, room: int) -> Verdict:
+    """``milp_packing`` by trying every assignment; infinite if the sequences do not fit."""
+    every = _every_assignment(tokens.size, count)
+    heaviest = np.zeros(len(every))
+    for index in range(count):
+        held = every == index
+        heaviest = np.maximum(heaviest, np.where(held @ tokens <= room, held @ times, np.inf))
+    best = int(heaviest.argmin())
+    return Verdict(float(heaviest[best]), float(heaviest[best]), every[best])
+
+
+def _every_assignment(items: int, bins: int) -> Ints:
+    """All ways to put items in bins, (bins ** items, items)."""
+    if bins**items > _ENUMERABLE:
+        raise BalanceError(f"{items} sequences on {bins} bins are too many to try them all: use the MILP")
+    return np.indices((bins,) * items).reshape(items, -1).T
+
+
+def _min_max(times: Floats, bubbles: Floats, room: Floats, tokens: Ints, seconds: float) -> Verdict:
+    """Minimise the last bin; variables are assignments (bins × items), longest (bins) and the end."""
+    bins, items = times.shape
+    x = bins * items
+    variables = x + bins + 1
+    index, item = np.nonzero(np.isfinite(times))
+    flat = index * items + item
+    known = np.where(np.isfinite(times), times, 0.0)[index, item]
+    rows = np.arange(flat.size)
+    once = coo_array((np.ones(flat.size), (item, flat)), (items, variables))
+    end = coo_array(
+        (
+            np.concatenate([known, bubbles, -np.ones(bins)]),
+            (
+                np.concatenate([index, np.arange(bins), np.arange(bins)]),
+                np.concatenate([flat, x + np.arange(bins), np.full(bins, variables - 1)]),
+            ),
+        ),
+        (bins, variables),
+    )
+    longest = coo_array(
+        (np.concatenate([known, -np.ones(flat.size)]), (np.tile(rows, 2), np.concatenate([flat, x + index]))),
+        (flat.size, variables),
+    )
+    constraints = [
+        LinearConstraint(once, 1, 1),
+        LinearConstraint(end, -np.inf, 0),
+        LinearConstraint(longest, -np.inf, 0),
+    ]
+    if np.isfinite(room).all():
+        held = coo_array((tokens[item].astype(np.float64), (index, flat)), (bins, variables))
+        constraints.append(LinearConstraint(held, -np.inf, room))
+    upper = np.append(np.isfinite(times).astype(np.float64).ravel(), np.full(bins + 1, np.inf))
+    goal = np.zeros(variables)
+    goal[-1] = 1
+    integral = np.append(np.ones(x), np.zeros(bins + 1))
+    solved: OptimizeResult = milp(
+        goal, integrality=integral, bounds=Bounds(0, upper), constraints=constraints, options={"time_limit": seconds}
+    )
+    bound = float(solved.mip_dual_bound) if solved.mip_dual_bound is not None else 0.0
+    if solved.x is None:
+        return Verdict(np.inf, bound, np.empty(0, np.int64))
+    chosen = solved.x[:x].reshape(bins, items).argmax(axis=0)
+    return Verdict(float(solved.fun), bound, chosen)
