@@ -47,3 +47,7 @@ class DeadlineError(DynajaxError):
 
 class RunError(DynajaxError):
     """A run cannot start or go on as asked: its steps, its switches or its folder."""
+
+
+class TopologyError(DynajaxError):
+    """A topology cannot be read, or lacks devices or links that a plan needs."""

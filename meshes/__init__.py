@@ -8,3 +8,6 @@ from dynajax.meshes.rules import spec as spec
 from dynajax.meshes.strategy import AXES as AXES
 from dynajax.meshes.strategy import Pipeline as Pipeline
 from dynajax.meshes.strategy import Strategy as Strategy
+from dynajax.meshes.topology import Tier as Tier
+from dynajax.meshes.topology import Topology as Topology
+from dynajax.meshes.topology import topology_names as topology_names
