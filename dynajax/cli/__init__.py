@@ -1,1 +1,3 @@
-"""The ``dynajax`` command: one small file a subcommand; the only place that reads argv and the environment."""
+"""The command line ``dynajax``: the only place that reads arguments and the environment."""
+
+from dynajax.cli.main import main as main

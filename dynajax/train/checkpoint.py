@@ -23,6 +23,12 @@ from dynajax.train.job import Job
 from dynajax.train.state import TrainState
 
 
+def latest_step(folder: Path) -> int | None:
+    """Step of the latest whole checkpoint in ``folder``, None if there is none; reads names only."""
+    # Orbax writes under another name and renames the folder when it is whole.
+    return max((int(path.name) for path in folder.glob("*") if path.name.isdigit()), default=None)
+
+
 class Checkpoints:
     """The checkpoints in one folder, by step; a context manager.
 
@@ -34,10 +40,6 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 2) -> None:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
-
-    def latest(self) -> int | None:
-        """Step of the latest whole checkpoint, None if there is none."""
-        return self._manager.latest_step()
 
     def save(self, state: TrainState, data: Batches, placement: Placement) -> None:
         """Write ``state``, once for each step."""
@@ -61,7 +63,7 @@ class Checkpoints:
             RunError: there is none, or its leaves are not those of ``job``.
             DataError: it was trained on other documents, or in another order.
         """
-        step = self.latest()
+        step = self._manager.latest_step()
         if step is None:
             raise RunError("there is no checkpoint to resume from; start a run with --out and without --resume")
         about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about

@@ -23,7 +23,7 @@ class StepReport:
         tokens: tokens with a weight above zero.
         samples: rows of the global batch that hold such tokens.
         strategy: the placement under which it ran.
-        step_s: seconds, data and waiting included.
+        step_s: seconds, from reading the batch until all of the new state is computed.
     """
 
     step: int
@@ -81,6 +81,23 @@ def as_event(report: StepReport | SwitchReport) -> dict[str, Any]:
         return {"event": "step"} | asdict(report)
     names = {"source": "from", "target": "to"}
     return {"event": "switch"} | {names.get(key, key): value for key, value in asdict(report).items()}
+
+
+def drop_since(path: Path, step: int) -> None:
+    """Take out of a record what happened from ``step`` on: a run that goes on from there will do it again.
+
+    A line that is not whole, as a killed run may leave, goes too.
+    """
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
+        try:
+            if json.loads(line)["step"] < step:
+                kept.append(line)
+        except json.JSONDecodeError:
+            continue
+    whole = path.with_suffix(".tmp")
+    whole.write_text("".join(kept), encoding="utf-8")
+    whole.replace(path)
 
 
 class Record:

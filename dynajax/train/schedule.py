@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from dynajax.errors import RunError
 from dynajax.meshes import Placement
+from dynajax.models import LlamaConfig
+from dynajax.train.fit import fits
 from dynajax.train.record import StepReport, SwitchReport
 from dynajax.train.trainer import Trainer
 
@@ -69,17 +71,33 @@ class Schedule:
         return Schedule(done[-1].target if done else self.first, self.switches[len(done) :])
 
     def require_within(self, begin: int, end: int) -> None:
-        """Refuse switches that would not happen in steps ``begin`` to ``end - 1``.
+        """Refuse switches that would not happen in a run of the steps ``begin`` to ``end - 1``.
 
         Raises:
-            RunError: a switch is out of this range.
+            RunError: a switch is out of range.
         """
+        earliest = max(begin, 1)  # before step 0 there is nothing to switch from
         for switch in self.switches:
-            if not begin < switch.step < end:
+            if not earliest <= switch.step < end:
                 raise RunError(
                     f"switch {switch} is out of range: the run takes steps {begin} to {end - 1}, "
-                    f"so switch at a step from {begin + 1} to {end - 1}"
+                    f"so switch at a step from {earliest} to {end - 1}"
                 )
+
+
+def tour(model: LlamaConfig, num_devices: int, steps: int) -> Schedule:
+    """A schedule that shows every kind of switch which the model and the devices allow, evenly over ``steps``.
+
+    On 8 devices: dp2.tp4, fsdp8, tp8, tp4 on the first 4 devices, dp8 and dp2.tp4 again.
+    """
+    half = max(1, num_devices // 2)
+    first = {"dp": num_devices // half, "tp": half}
+    stops = [first, {"fsdp": num_devices}, {"tp": num_devices}, {"tp": half}, {"dp": num_devices}, first]
+    texts = (".".join(f"{axis}{n}" for axis, n in stop.items() if n > 1) or "dp1" for stop in stops)
+    places = [place for place in map(Placement.parse, texts) if fits(model, place, num_devices)]
+    places = [place for place, _ in itertools.groupby(places)][:steps]
+    switches = [Switch(i * steps // len(places), place) for i, place in enumerate(places)]
+    return Schedule(places[0], tuple(switches[1:]))
 
 
 def follow(

@@ -79,8 +79,8 @@ class Trainer:
 
     def step(self) -> StepReport:
         """Take one optimizer step on the next global batch."""
-        start = time.perf_counter()
         compiled = self.workshop.steps.get(self.placement, self.deadline_s)
+        start = time.perf_counter()
         number, batch = self.next_step, self.data.take(int(self.state.cursor), self.data.batch_size)
         self.state, loss = compiled(self.state, batch, deadline_s=self.deadline_s)
         seconds = time.perf_counter() - start

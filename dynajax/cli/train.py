@@ -1,0 +1,110 @@
+"""``dynajax train``: train a model, change its parallelism on the way, and say what that cost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dynajax.cli.devices import use_devices
+from dynajax.cli.display import Display
+from dynajax.cli.stop import Stop
+from dynajax.cli.train_folder import RunFolder
+from dynajax.cli.train_options import TrainOptions, continued
+from dynajax.cli.train_setup import Setup, check
+from dynajax.errors import RunError
+from dynajax.train import StepReport, SwitchReport, Trainer, TrainState
+from dynajax.train.record import as_event
+from dynajax.train.schedule import follow
+from dynajax.train.twin import unswitched_losses
+
+
+def defaults(options: TrainOptions) -> TrainOptions:
+    """What flags default to: with ``--resume``, to what the run in ``--out`` had."""
+    return continued(options) if options.resume else options
+
+
+def run(options: TrainOptions) -> int:
+    """Train as ``options`` say; the exit status.
+
+    Raises:
+        DynajaxError: it cannot work as asked; found before anything is trained or written.
+    """
+    setup = check(options)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every file that it opens
+    trainer = setup.trainer(use_devices(options.devices))
+    display = Display(options.json)
+    for note in setup.notes():
+        display.note(note)
+    with RunFolder(setup) as folder, Stop() as stop:
+        trainer.state = folder.first_state(trainer)
+        twin = folder.first_state(trainer) if options.verify else None
+        steps, switches = _train(setup, trainer, folder, display, stop)
+        folder.save(trainer)
+        display.switches(switches)
+        display.losses([step.loss for step in steps])
+        verified = None if twin is None else _compare(setup, trainer, twin, steps, folder, display)
+    if stop():
+        display.note(f"stopped before step {trainer.next_step}" + (", go on with --resume" if options.out else ""))
+    if options.json:
+        print(json.dumps(_summary(options, steps, switches, verified)))
+    return 0 if stop.number is None else 128 + stop.number
+
+
+def _train(
+    setup: Setup, trainer: Trainer, folder: RunFolder, display: Display, stop: Stop
+) -> tuple[list[StepReport], list[SwitchReport]]:
+    options, steps, switches = setup.options, [], []
+    with display.progress("training", setup.begin, options.steps) as bar:
+        for report in follow(trainer, setup.schedule.switches, options.steps, stop):
+            if isinstance(report, SwitchReport):
+                switches.append(report)
+            else:
+                steps.append(report)
+                if not math.isfinite(report.loss):
+                    raise RunError(f"the loss of step {report.step} is {report.loss}; take a lower --lr")
+            folder.write(as_event(report))
+            bar.happened(report)
+            if options.checkpoint_every and trainer.next_step % options.checkpoint_every == 0:
+                folder.save(trainer)
+    return steps, switches
+
+
+def _compare(
+    setup: Setup,
+    trainer: Trainer,
+    twin: TrainState,
+    steps: Sequence[StepReport],
+    folder: RunFolder,
+    display: Display,
+) -> float:
+    """The largest relative difference between the losses of the run and of its unswitched twin."""
+    first = setup.schedule.first
+    lines: list[dict[str, Any]] = []
+    with display.progress("unswitched twin", setup.begin, setup.begin + len(steps)) as bar:
+        losses = unswitched_losses(trainer, first, twin, setup.begin + len(steps))
+        for report, loss in zip(steps, losses, strict=True):
+            difference = abs(report.loss - loss) / abs(loss)
+            lines.append({"step": report.step, "loss": report.loss, "twin_loss": loss, "rel_diff": difference})
+            bar.stepped(report.step, loss, str(first))
+    folder.compared(lines)
+    largest = max((line["rel_diff"] for line in lines), default=0.0)
+    display.note(f"largest relative difference to the losses of the unswitched twin: {largest:.1e}")
+    return largest
+
+
+def _summary(
+    options: TrainOptions, steps: Sequence[StepReport], switches: Sequence[SwitchReport], verified: float | None
+) -> dict[str, Any]:
+    return {
+        "steps": len(steps),
+        "first_loss": steps[0].loss if steps else None,
+        "last_loss": steps[-1].loss if steps else None,
+        "samples": sum(step.samples for step in steps),
+        "tokens": sum(step.tokens for step in steps),
+        "switches": [as_event(switch) for switch in switches],
+        "verify": None if verified is None else {"max_rel_loss_diff": verified},
+        "out": options.out,
+    }

@@ -1,0 +1,180 @@
+"""Everything that can be wrong with a run, found before any work is done or any file is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import psutil
+
+from dynajax.bytesize import format_bytes, parse_bytes
+from dynajax.cli.train_options import CONFIG, METRICS, TrainOptions, resumed_step
+from dynajax.data import VOCAB_SIZE, Batches, folder_documents, stdlib_documents
+from dynajax.errors import RunError, StrategyError
+from dynajax.meshes import Placement
+from dynajax.models import LlamaConfig, preset
+from dynajax.train import Trainer
+from dynajax.train.fit import batch_shards, require_fit, similar
+from dynajax.train.recipe import adamw
+from dynajax.train.schedule import Schedule, Switch, tour
+
+_COPIES_OF_STATE = 3
+"""The state, its gradients and updates, and the copy that a step may make of what it consumes."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that can start.
+
+    Attributes:
+        options: the flags.
+        model: shape of the decoder.
+        schedule: which placement runs when, from ``begin`` on.
+        batches: the data.
+        begin: number of the first step.
+    """
+
+    options: TrainOptions
+    model: LlamaConfig
+    schedule: Schedule
+    batches: Batches
+    begin: int
+
+    @property
+    def placements(self) -> list[Placement]:
+        """All that the run goes through, in order."""
+        return [self.schedule.first, *(switch.target for switch in self.schedule.switches)]
+
+    def trainer(self, devices: Sequence[jax.Device]) -> Trainer:
+        """A trainer that has no state yet, with every move of the schedule planned.
+
+        Raises:
+            BudgetError: the budget cannot hold a move.
+            RunError: the emulated devices together cannot hold the state.
+        """
+        options, first = self.options, self.schedule.first
+        made = Trainer(
+            self.model,
+            adamw(options.lr),
+            first,
+            self.batches,
+            devices=devices,
+            seed=options.seed,
+            budget=options.budget,
+        )
+        _require_memory(made, self.placements)
+        for source, target in self.schedule.moves():
+            made.plan(source, target)
+        return made
+
+    def notes(self) -> list[str]:
+        """What may surprise about the run."""
+        devices, rows = self.options.devices, self.options.batch
+        found = [self.batches.summary()]
+        for placement in self.placements:
+            shards = batch_shards(placement.strategy)
+            if placement.num_devices < devices:
+                found.append(f"{placement} runs on {placement.num_devices} of the {devices} devices")
+            if rows % shards:
+                fillers = -rows % shards
+                found.append(
+                    f"{placement} cuts {rows} rows in {shards} parts: {fillers} filler rows of weight 0 are added, "
+                    f"none with --batch {rows + fillers}"
+                )
+        return found
+
+
+def check(options: TrainOptions) -> Setup:
+    """The run that ``options`` ask for.
+
+    Raises:
+        DynajaxError: it cannot work as asked; the message says what to change.
+    """
+    model = preset(options.model)
+    begin = resumed_step(options)
+    _require_numbers(options, begin)
+    _require_folder(options)
+    schedule = _schedule(options, model)
+    schedule.require_within(begin, options.steps)
+    for placement in (schedule.first, *(switch.target for switch in schedule.switches)):
+        require_fit(model, placement, options.devices)
+    if model.vocab < VOCAB_SIZE:
+        raise RunError(f"--model {options.model} has {model.vocab} tokens and text needs {VOCAB_SIZE}; take another")
+    if 0 < model.learned_positions < options.seq_len:
+        raise RunError(
+            f"--seq-len {options.seq_len}: --model {options.model} has {model.learned_positions} positions; "
+            f"take --seq-len {model.learned_positions} or less"
+        )
+    documents = stdlib_documents() if options.data is None else folder_documents(options.data)
+    batches = Batches(documents, batch_size=options.batch, seq_len=options.seq_len, seed=options.seed)
+    return Setup(options, model, schedule, batches, begin)
+
+
+def _require_numbers(options: TrainOptions, begin: int) -> None:
+    parse_bytes(options.budget)
+    if options.devices < 1:
+        raise RunError(f"--devices {options.devices}: give 1 or more")
+    if options.steps <= begin:
+        taken = f"; the run in {options.out} has taken {begin} steps" if begin else ""
+        raise RunError(f"--steps {options.steps}{taken}: give {begin + 1} or more")
+    if not (math.isfinite(options.lr) and options.lr > 0):
+        raise RunError(f"--lr {options.lr}: give a rate above 0")
+    if options.checkpoint_every < 0 or (options.checkpoint_every and options.out is None):
+        raise RunError(f"--checkpoint-every {options.checkpoint_every}: give 0 or more, and a folder with --out DIR")
+
+
+def _require_folder(options: TrainOptions) -> None:
+    if options.out is None or options.resume:
+        return
+    out = Path(options.out)
+    if out.exists() and not out.is_dir():
+        raise RunError(f"--out {out} is a file; name a folder")
+    if any((out / name).exists() for name in (CONFIG, METRICS)):
+        raise RunError(f"--out {out} holds another run; go on with it by --resume, or name another folder")
+
+
+def _schedule(options: TrainOptions, model: LlamaConfig) -> Schedule:
+    if options.strategy is None and not options.switch:
+        return tour(model, options.devices, options.steps)
+    if options.strategy is None:
+        first = tour(model, options.devices, options.steps).first
+    else:
+        first = Placement.parse(options.strategy)
+        _require_all_devices(options.strategy, first, options.devices)
+    return Schedule(first, tuple(map(Switch.parse, options.switch)))
+
+
+def _require_all_devices(text: str, first: Placement, devices: int) -> None:
+    """A first strategy that leaves devices idle is more likely a slip than a wish, unless it names its devices."""
+    used = first.num_devices
+    if "@" in text or used == devices:
+        return
+    some = f", {text}@0-{used - 1} to leave some idle" if used < devices else ""
+    others = " or ".join(map(str, similar(first.strategy, devices)))
+    raise StrategyError(
+        f"--strategy {text} uses {used} devices and there are {devices}: take --devices {used}, or {others}{some}"
+    )
+
+
+def _require_memory(trainer: Trainer, placements: Sequence[Placement]) -> None:
+    """Emulated devices share one memory, and running out of it ends the process without a word."""
+    if trainer.job.devices[0].platform != "cpu":
+        return
+    free = psutil.virtual_memory().available
+    for placement in placements:
+        needed = _COPIES_OF_STATE * sum(map(_held_bytes, jax.tree.leaves(trainer.job.abstract_state(placement))))
+        if needed > free:
+            raise RunError(
+                f"{placement} needs about {format_bytes(needed)} on emulated devices and {format_bytes(free)} are "
+                "free; take a smaller --model, or a strategy with fewer copies"
+            )
+
+
+def _held_bytes(leaf: Any) -> int:
+    """Bytes of a leaf on all devices together, copies counted."""
+    itemsize = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize * leaf.sharding.num_devices
