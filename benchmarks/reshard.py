@@ -1,0 +1,307 @@
+"""Reshard live state: dynajax against what a JAX user has today, interleaved in one run.
+
+    python benchmarks/reshard.py [--megabytes 256] [--leaf-megabytes 8] [--rounds 5] [--json]
+
+Times are ratios to the fresh-page floor: two threads that copy, contiguously and into fresh pages, just the bytes that
+have to change devices. Every method gets fresh source arrays each time (a host copy cached by one would flatter the
+next). Peaks are taken untimed in processes of their own, which give freed memory back to the system at once: resident
+bytes of the whole process above the larger of before and after, so that host copies count too. dynajax is given a
+budget of 8 MB on each of the 8 devices.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("NPROC", "64")
+
+import argparse
+import functools
+import gc
+import json
+import mmap
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import dynajax as dj
+from dynajax.bytesize import format_bytes
+
+P = PartitionSpec
+Tree = list[jax.Array]
+BUDGET = "8MB"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One move: a name, and the sharding before and after."""
+
+    name: str
+    source: NamedSharding
+    target: NamedSharding
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to move; ``prepare`` runs untimed (what a prepared switch has ready), ``run`` is timed."""
+
+    name: str
+    run: Callable[[Tree, Case, Any], Tree]
+    prepare: Callable[[Tree, Case], Any] = lambda tree, case: None
+    applies: Callable[[Case], bool] = lambda case: True
+
+
+def cases() -> list[Case]:
+    d = jax.devices()
+
+    def line(devices: Sequence[Any], spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(Mesh(np.asarray(devices), ("x",)), spec)
+
+    def strategy(text: str, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(dj.Strategy.parse(text).mesh(d), spec)
+
+    rows, cols = P("x"), P(None, "x")
+    return [
+        Case("row->column", line(d, rows), line(d, cols)),
+        Case("dp2.tp4->tp8", strategy("dp2.tp4", P(None, "tp")), strategy("tp8", P(None, "tp"))),
+        Case("tp8->dp2.tp4", strategy("tp8", P(None, "tp")), strategy("dp2.tp4", P(None, "tp"))),
+        Case("permuted", line(d, rows), line([d[i] for i in (3, 0, 6, 1, 7, 5, 2, 4)], rows)),
+        Case("4->8", line(d[:4], rows), line(d, rows)),
+        Case("8->4", line(d, rows), line(d[:4], rows)),
+        Case("disjoint", line(d[:4], rows), line(d[4:], rows)),
+        Case("disjoint row->column", line(d[:4], rows), line(d[4:], cols)),
+    ]
+
+
+def _dynajax(tree: Tree, case: Case, plan: Any) -> Tree:
+    return dj.reshard(tree, case.target, donate=True, plan=plan)[0]
+
+
+def _plan(tree: Tree, case: Case) -> Any:
+    return dj.plan_reshard(tree, case.target, budget=BUDGET, donate=True)
+
+
+def _device_put(tree: Tree, case: Case, _: Any) -> Tree:
+    # Leaf by leaf and waited for: a whole tree on a permuted order puts many collective programs in flight and hangs.
+    return [jax.block_until_ready(jax.device_put(x, case.target)) for x in tree]
+
+
+def _same_devices(case: Case) -> bool:
+    a, b = case.source.mesh.devices, case.target.mesh.devices
+    return a.size == b.size and bool((a.ravel() == b.ravel()).all())
+
+
+def _compiled_identity(tree: Tree, case: Case) -> Any:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in tree]
+    identity = jax.jit(lambda t: [jnp.copy(x) for x in t], out_shardings=case.target, donate_argnums=0)
+    start = time.perf_counter()
+    compiled = identity.lower(shapes).compile()
+    _COMPILE_SECONDS.append(time.perf_counter() - start)
+    return compiled
+
+
+_COMPILE_SECONDS: list[float] = []
+
+
+def _identity(tree: Tree, case: Case, compiled: Any) -> Tree:
+    return compiled(tree)
+
+
+def _host(tree: Tree, case: Case, _: Any) -> Tree:
+    return [jax.block_until_ready(jax.device_put(np.asarray(x), case.target)) for x in tree]
+
+
+def _orbax(tree: Tree, case: Case, folder: Path) -> Tree:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", tree)
+        checkpointer.wait_until_finished()
+        wanted = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=case.target) for x in tree]
+        return checkpointer.restore(folder / "state", wanted)
+
+
+METHODS = [
+    Method("dynajax", _dynajax, _plan),
+    Method("device_put", _device_put),
+    Method("jit identity", _identity, _compiled_identity, _same_devices),
+    Method("host round trip", _host),
+    Method("orbax", _orbax, lambda tree, case: Path(tempfile.mkdtemp(prefix="dynajax-bench-"))),
+]
+
+
+def make_tree(case: Case, leaves: int, rows: int, columns: int) -> Tree:
+    make = _maker(case.source, rows, columns)
+    return jax.block_until_ready([make(jnp.float32(k)) for k in range(leaves)])
+
+
+@functools.cache
+def _maker(sharding: NamedSharding, rows: int, columns: int) -> Any:
+    def numbers(k: jax.Array) -> jax.Array:
+        return jnp.arange(rows * columns, dtype=jnp.float32).reshape(rows, columns) + k
+
+    return jax.jit(numbers, out_shardings=sharding)
+
+
+def floor_seconds(tree: Tree, case: Case) -> float:
+    """Two threads copy, from the real source buffers into fresh pages, as many bytes as must change devices."""
+    plan = dj.plan_reshard(tree, case.target, budget="1TB")
+    need = plan.bytes_moved // len(tree)
+    sources = [[np.asarray(s.data).reshape(-1).view(np.uint8) for s in x.addressable_shards] for x in tree]
+
+    def fill(shards: list[Any]) -> Any:
+        slab, at = np.frombuffer(_fresh_pages(need), np.uint8), 0
+        while at < need:
+            for s in shards:
+                n = min(len(s), need - at)
+                slab[at : at + n] = s[:n]
+                at += n
+        return slab
+
+    with ThreadPoolExecutor(2) as pool:
+        start = time.perf_counter()
+        slabs = list(pool.map(fill, sources))
+        seconds = time.perf_counter() - start
+    del slabs
+    return seconds
+
+
+def _fresh_pages(nbytes: int) -> mmap.mmap:
+    """Memory that no one touched before, in huge pages where the system gives them, as numpy asks for large arrays."""
+    pages = mmap.mmap(-1, max(nbytes, 1))
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def peak_extra(method: Method, case: Case, size: tuple[int, int, int]) -> int:
+    """Resident bytes above the larger of before and after, at the fullest moment of the method."""
+    tree = make_tree(case, *size)
+    prepared = method.prepare(tree, case)
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    moved = jax.block_until_ready(method.run(tree, case, prepared))
+    high = _resident("VmHWM")
+    del tree
+    gc.collect()
+    after = _resident("VmRSS")
+    _clean(prepared)
+    del moved
+    return max(0, high - max(before, after))
+
+
+def _resident(field: str) -> int:
+    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def peak_in_child(method: Method, case: Case, args: argparse.Namespace) -> int:
+    """``peak_extra`` in a fresh process that gives freed memory back to the system at once."""
+    command = [sys.executable, __file__, "--peak-of", method.name, "--cases", case.name]
+    command += ["--megabytes", str(args.megabytes), "--leaf-megabytes", str(args.leaf_megabytes)]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=120)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _clean(prepared: Any) -> None:
+    if isinstance(prepared, Path):
+        shutil.rmtree(prepared, ignore_errors=True)
+
+
+def timed(method: Method, case: Case, size: tuple[int, int, int]) -> float:
+    gc.collect()
+    tree = make_tree(case, *size)
+    prepared = method.prepare(tree, case)
+    start = time.perf_counter()
+    moved = jax.block_until_ready(method.run(tree, case, prepared))
+    seconds = time.perf_counter() - start
+    _clean(prepared)
+    del moved
+    return seconds
+
+
+def run_case(case: Case, size: tuple[int, int, int], args: argparse.Namespace) -> list[dict[str, Any]]:
+    methods = [m for m in METHODS if m.applies(case)]
+    seconds: dict[str, list[float]] = {m.name: [] for m in methods}
+    ratios: dict[str, list[float]] = {m.name: [] for m in methods}
+    for _ in range(args.rounds):
+        for method in methods:
+            # The floor is taken beside every method, since the machine's speed drifts within a round.
+            around = [floor_seconds(make_tree(case, *size), case)]
+            seconds[method.name].append(timed(method, case, size))
+            around.append(floor_seconds(make_tree(case, *size), case))
+            ratios[method.name].append(seconds[method.name][-1] / statistics.mean(around))
+    return [
+        {
+            "case": case.name,
+            "method": m.name,
+            "ratio": {
+                "min": min(ratios[m.name]),
+                "median": statistics.median(ratios[m.name]),
+                "max": max(ratios[m.name]),
+            },
+            "seconds_median": statistics.median(seconds[m.name]),
+            "peak_extra_bytes": peak_in_child(m, case, args),
+        }
+        for m in methods
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=256, help="size of the state")
+    parser.add_argument("--leaf-megabytes", type=int, default=8, help="size of each of its float32 leaves")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", nargs="*", help="names of the cases to run; default all")
+    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", "Some donated buffers")
+    jax.config.update("jax_num_cpu_devices", 8)
+    columns = 2048
+    size = (args.megabytes // args.leaf_megabytes, args.leaf_megabytes * 2**20 // (4 * columns), columns)
+    rows: list[dict[str, Any]] = []
+    for case in cases():
+        if args.cases and case.name not in args.cases:
+            continue
+        if args.peak_of:
+            method = next(m for m in METHODS if m.name == args.peak_of)
+            print(json.dumps(peak_extra(method, case, size)))
+            return
+        rows += run_case(case, size, args)
+        if not args.json:
+            _show(rows[-sum(r["case"] == case.name for r in rows) :])
+    if args.json:
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.default_backend()} x {jax.device_count()}"
+        print(json.dumps({"machine": machine, "cases": rows}))
+    elif _COMPILE_SECONDS:
+        print(f"jit identity compiles, not in its times: median {statistics.median(_COMPILE_SECONDS):.2f} s a tree")
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    print(f"\n{rows[0]['case']:<22}{'ratio to floor: min':>20}{'median':>9}{'max':>9}{'seconds':>10}{'peak extra':>13}")
+    for r in rows:
+        q = r["ratio"]
+        print(
+            f"  {r['method']:<20}{q['min']:>20.2f}{q['median']:>9.2f}{q['max']:>9.2f}{r['seconds_median']:>10.3f}"
+            f"{format_bytes(r['peak_extra_bytes']):>13}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
