@@ -69,7 +69,7 @@ def saved_config(options: TrainOptions, schedule: Schedule) -> str:
 
 
 def continued(options: TrainOptions) -> TrainOptions:
-    """The flags of the run in ``options.out``, from its latest checkpoint on.
+    """What the run in ``options.out`` was given, from its latest checkpoint on; flags of one call are as by default.
 
     What is left of its schedule is followed, unless another strategy or other switches are asked for.
 
@@ -83,7 +83,6 @@ def continued(options: TrainOptions) -> TrainOptions:
         stored,
         strategy=str(schedule.first),
         switch=tuple(map(str, schedule.switches)) if keeps else (),
-        **{name: getattr(options, name) for name in _OF_ONE_CALL},
     )
 
 
