@@ -1,7 +1,10 @@
 """How to get from one layout to another: who sends what to whom, when, and at what price (pure)."""
 
+from dynajax.planner.build import Plans as Plans
 from dynajax.planner.build import build_plan as build_plan
-from dynajax.planner.plan import Copies as Copies
+from dynajax.planner.memory import Memory as Memory
 from dynajax.planner.plan import Move as Move
 from dynajax.planner.plan import Plan as Plan
+from dynajax.planner.route import Copies as Copies
+from dynajax.planner.route import Route as Route
 from dynajax.planner.virtual import verify as verify

@@ -1,84 +1,162 @@
-"""Two layouts and a budget make a plan: diff, route, keep, stage."""
+"""Two layouts and a budget make a plan: diff, find sources, order in stages."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from dynajax.errors import LayoutError
-from dynajax.planner.diff import Demand, diff
-from dynajax.planner.memory import Buffers, plan_stages
-from dynajax.planner.plan import Copies, Move, Plan
-from dynajax.planner.route import choose_sources
+from dynajax.meshes import Topology
+from dynajax.planner.diff import diff, unchanged_devices
+from dynajax.planner.ledger import packed_peak
+from dynajax.planner.memory import Buffers, Footprint, Memory, plan_stages
+from dynajax.planner.packed import pack_stages
+from dynajax.planner.plan import Move, Plan, distinct_routes
+from dynajax.planner.sources import Geometry, choose_sources
 from dynajax.vps.region import Ints
 from dynajax.vps.tiling import Layout, Tiling
 
 
-def build_plan(source: Layout, target: Layout, budget: int, donate: bool = True) -> Plan:
+def build_plan(
+    source: Layout,
+    target: Layout,
+    budget: int,
+    donate: bool = True,
+    *,
+    topology: Topology | None = None,
+    memory: Memory = Memory.SHARDS,
+) -> Plan:
     """The plan of a move between two layouts of one space.
 
     Args:
         source, target: who holds what before and after; device numbers mean the same in both.
         budget: bytes a device may hold above its base.
         donate: whether the source is given up as the move goes on.
+        topology: the links between the devices; None if all are alike, in one node.
+        memory: what can be freed, and when.
 
     Raises:
         LayoutError: the layouts are of different spaces, or the source does not cover the target.
         BudgetError: the budget cannot hold the smallest stages.
+        TopologyError: the topology lacks a device or a link.
     """
     if source.space != target.space:
         raise LayoutError("source and target are layouts of different spaces")
     devices = max(source.num_devices, target.num_devices, 1)
-    load = np.zeros(devices, np.int64)
-    demands: dict[tuple[bytes, bytes], Demand] = {}
-    moves: list[Move] = []
-    for tensor, before, after in zip(source.space, source.tilings, target.tilings, strict=True):
-        key = (before.key, after.key)
-        if key not in demands:
-            demands[key] = diff(before, after)
-        rows = choose_sources(demands[key], before, tensor.itemsize, load)
-        kept = unchanged_devices(before, after)
-        moves.append(Move(tensor, before, after, kept, _copies(demands[key], rows, before, after, kept)))
-    buffers = _buffers(moves, devices)
+    cut = memory is Memory.PACKED or (topology is not None and topology.num_nodes > 1)
+    members = _by_geometry(source, target)
+    sizes = [t.itemsize for t in source.space]
+    geometries = [
+        Geometry(diff(before, after, disjoint=cut), unchanged_devices(before, after), [sizes[k] for k in rows])
+        for (before, after), rows in members
+    ]
+    moves: list[Move | None] = [None] * len(sizes)
+    for (_, rows), routes in zip(members, choose_sources(geometries, devices, topology), strict=True):
+        for k, route in zip(rows, routes, strict=True):
+            moves[k] = Move(source.space.tensors[k], route)
+    made = tuple(m for m in moves if m is not None)
+    if memory is Memory.PACKED:
+        return _packed(made, source.bytes_by_device(devices), target.bytes_by_device(devices), budget, donate, topology)
+    buffers = _buffers(made, devices)
     stages = plan_stages(buffers, budget, donate, [t.path for t in source.space])
-    return Plan(tuple(moves), stages, budget, donate, buffers.footprint(stages, donate))
+    return Plan(made, stages, budget, donate, buffers.footprint(stages, donate), memory, topology)
 
 
-def unchanged_devices(source: Tiling, target: Tiling) -> Ints:
-    """Devices whose buffer holds the same elements at the same places before and after."""
-    same: list[int] = []
-    rows = [{d: np.flatnonzero(t.holder == d) for d in t.devices.tolist()} for t in (source, target)]
-    for device, before in rows[0].items():
-        after = rows[1].get(device)
-        if after is not None and len(before) == len(after) and _same_rows(source, before, target, after):
-            same.append(device)
-    return np.asarray(same, np.int64)
-
-
-def _same_rows(source: Tiling, before: Ints, target: Tiling, after: Ints) -> bool:
-    a, b = source.region, target.region
-    return all(np.array_equal(getattr(a, f)[before], getattr(b, f)[after]) for f in ("lo", "hi", "offset", "stride"))
-
-
-def _copies(demand: Demand, source_row: Ints, source: Tiling, target: Tiling, kept: Ints) -> Copies:
-    needed = ~np.isin(target.holder[demand.target_row], kept)
-    lo, hi = demand.lo[needed], demand.hi[needed]
-    s, t = source_row[needed], demand.target_row[needed]
-    return Copies(
-        source.holder[s],
-        target.holder[t],
-        hi - lo,
-        source.region.address(s, lo),
-        source.region.stride[s],
-        target.region.address(t, lo),
-        target.region.stride[t],
-    )
-
-
-def _buffers(moves: list[Move], devices: int) -> Buffers:
-    shape = (len(moves), devices)
-    source, target, kept = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+def _packed(
+    moves: tuple[Move, ...], source: Ints, target: Ints, budget: int, donate: bool, topology: Topology | None
+) -> Plan:
+    """The plan with its pieces cut and staged; a stage is the tensors that have a piece in it."""
+    routes = distinct_routes(moves)
+    staged = pack_stages(routes, source, target, budget, donate)
+    of_route = {id(route): k for k, (route, _) in enumerate(routes)}
+    members: list[list[int]] = [[] for _ in routes]
     for k, move in enumerate(moves):
-        source[k] = move.source.elements(devices) * move.tensor.itemsize
-        target[k] = move.target.elements(devices) * move.tensor.itemsize
-        kept[k, move.kept] = target[k, move.kept]
-    return Buffers(source, target, kept)
+        members[of_route[id(move.route)]].append(k)
+    moves = tuple(Move(m.tensor, staged[of_route[id(m.route)]]) for m in moves)
+    stages: list[set[int]] = [set()]
+    for route, rows in zip(staged, members, strict=True):
+        present = np.unique(route.stages_of_pieces()) if len(route.lo) else np.zeros(1, np.int64)
+        stages += [set() for _ in range(int(present[-1]) + 1 - len(stages))]
+        for s in present.tolist():
+            stages[s].update(rows)
+    peak = packed_peak([(r, itemsize) for r, (_, itemsize) in zip(staged, routes, strict=True)], source, donate)
+    footprint = Footprint(source, target, peak)
+    return Plan(moves, tuple(tuple(sorted(s)) for s in stages), budget, donate, footprint, Memory.PACKED, topology)
+
+
+def _by_geometry(source: Layout, target: Layout) -> list[tuple[tuple[Tiling, Tiling], list[int]]]:
+    """Distinct pairs of tilings, each with the tensors that have it."""
+    found: dict[tuple[bytes, bytes], tuple[tuple[Tiling, Tiling], list[int]]] = {}
+    for k, pair in enumerate(zip(source.tilings, target.tilings, strict=True)):
+        found.setdefault((pair[0].key, pair[1].key), (pair, []))[1].append(k)
+    return list(found.values())
+
+
+def _buffers(moves: tuple[Move, ...], devices: int) -> Buffers:
+    """Bytes of every tensor on every device, counted once for each geometry."""
+    counts: dict[int, tuple[np.ndarray, ...]] = {}
+    rows: list[tuple[np.ndarray, ...]] = []
+    for move in moves:
+        key = id(move.route)
+        if key not in counts:
+            source, target = move.source.elements(devices), move.target.elements(devices)
+            kept = np.zeros_like(target)
+            kept[move.kept] = target[move.kept]
+            counts[key] = source, target, kept
+        rows.append(counts[key])
+    size = np.asarray([m.tensor.itemsize for m in moves], np.int64)[:, None]
+    stacked = [np.asarray([r[k] for r in rows], np.int64).reshape(len(rows), devices) * size for k in range(3)]
+    return Buffers(*stacked)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a plan was asked for; equal for equal questions."""
+
+    source: tuple[object, ...]
+    target: tuple[object, ...]
+    budget: int
+    donate: bool
+    topology: bytes
+    memory: Memory
+
+
+class Plans:
+    """Plans made so far, so that a switch seen before costs a look-up. Owned by whoever plans again and again.
+
+    Args:
+        keep: how many plans to hold; the one used longest ago goes first.
+    """
+
+    def __init__(self, keep: int = 256) -> None:
+        self._keep = keep
+        self._plans: dict[_Asked, Plan] = {}
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def build(
+        self,
+        source: Layout,
+        target: Layout,
+        budget: int,
+        donate: bool = True,
+        *,
+        topology: Topology | None = None,
+        memory: Memory = Memory.SHARDS,
+    ) -> Plan:
+        """What ``build_plan`` gives for the same arguments."""
+        links = b"" if topology is None else topology.key
+        asked = _Asked(_said(source), _said(target), budget, donate, links, memory)
+        plan = self._plans.pop(asked, None)
+        if plan is None:
+            plan = build_plan(source, target, budget, donate, topology=topology, memory=memory)
+        self._plans[asked] = plan
+        if len(self._plans) > self._keep:
+            del self._plans[next(iter(self._plans))]
+        return plan
+
+
+def _said(layout: Layout) -> tuple[object, ...]:
+    return layout.space.tensors, tuple(t.key for t in layout.tilings)

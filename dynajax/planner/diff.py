@@ -1,13 +1,15 @@
 """Diff of two tilings: the pieces that target devices need, and who could give each.
 
 The distinct source boxes are cut into atoms (disjoint boxes with a fixed set of holders; on a grid
-they are the boxes themselves). A need is one atom ∩ one target box: a target device wants it, and
-any holder of the atom has it. What a device needs and holds itself is retained, never sent.
+they are the boxes themselves), the target boxes likewise where asked. A piece is one atom ∩ one target
+box. A need is a piece for one device: any holder of the atom has it. What a device needs and holds
+itself is retained, never sent.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -18,73 +20,117 @@ from dynajax.vps.tiling import Tiling
 
 
 @dataclass(frozen=True, eq=False)
-class Demand:
-    """What the target devices of one tensor need. A row is one piece for one device.
+class Atoms:
+    """Disjoint boxes of a tiling, and who holds each.
 
     Attributes:
-        target_row: row of the target tiling that the piece belongs to, shape (needs,).
-        lo, hi: the piece, shape (needs, rank).
-        atom: source atom that holds the piece, shape (needs,).
-        own_row: row of the source tiling by which the target device itself holds the piece, −1 if it does not.
-        first, source_row: holders of atom ``a`` are the source rows ``source_row[first[a]:first[a + 1]]``.
+        lo, hi: shape (atoms, rank).
+        first, row: the rows of the tiling that hold atom ``a`` are ``row[first[a]:first[a + 1]]``.
     """
 
-    target_row: Ints
+    lo: Ints
+    hi: Ints
+    first: Ints
+    row: Ints
+
+    @cached_property
+    def of_row(self) -> Ints:
+        """Atom of each entry of ``row``."""
+        return np.repeat(np.arange(len(self.lo)), np.diff(self.first))
+
+
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """What the target devices of one tensor need.
+
+    Attributes:
+        source, target: the tilings.
+        atoms: source atoms.
+        lo, hi: the pieces, shape (pieces, rank).
+        atom: source atom of each piece.
+        piece: piece of each need, shape (needs,).
+        target_row: row of the target tiling that each need fills.
+        own_row: row of the source tiling by which the device itself holds the piece, −1 if it does not.
+    """
+
+    source: Tiling
+    target: Tiling
+    atoms: Atoms
     lo: Ints
     hi: Ints
     atom: Ints
+    piece: Ints
+    target_row: Ints
     own_row: Ints
-    first: Ints
-    source_row: Ints
+
+    @cached_property
+    def volumes(self) -> Ints:
+        """Elements of each piece."""
+        return algebra.volumes(self.lo, self.hi)
 
 
-def diff(source: Tiling, target: Tiling) -> Demand:
+def diff(source: Tiling, target: Tiling, disjoint: bool = False) -> Demand:
     """The demand of a move from ``source`` to ``target``.
+
+    Args:
+        source, target: tilings of one tensor.
+        disjoint: cut overlapping target boxes too, so that no two pieces share an element.
 
     Raises:
         LayoutError: the shapes differ, or the source lacks something that the target needs.
     """
     if source.shape != target.shape:
         raise LayoutError(f"source shape {source.shape} is not the target shape {target.shape}")
-    atom_lo, atom_hi, first, source_row = _atoms(source)
-    box_lo, box_hi, box_of_row = algebra.unique_boxes(target.region.lo, target.region.hi)
-    atom, box = algebra.overlaps(atom_lo, atom_hi, box_lo, box_hi)
-    lo, hi = np.maximum(atom_lo[atom], box_lo[box]), np.minimum(atom_hi[atom], box_hi[box])
-    got = np.zeros(len(box_lo), np.int64)
+    atoms, wanted = atoms_of(source), atoms_of(target) if disjoint else _distinct(target)
+    atom, box = algebra.overlaps(atoms.lo, atoms.hi, wanted.lo, wanted.hi)
+    lo, hi = np.maximum(atoms.lo[atom], wanted.lo[box]), np.minimum(atoms.hi[atom], wanted.hi[box])
+    got = np.zeros(len(wanted.lo), np.int64)
     np.add.at(got, box, algebra.volumes(lo, hi))
-    if (got != algebra.volumes(box_lo, box_hi)).any():
+    if (got != algebra.volumes(wanted.lo, wanted.hi)).any():
         raise LayoutError(f"the source lacks a part that the target needs, of the tensor of shape {source.shape}")
-    pair, row = _members(box, box_of_row, len(box_lo))
-    own = _own_rows(atom[pair], target.holder[row], source.holder, first, source_row)
-    return Demand(row, lo[pair], hi[pair], atom[pair], own, first, source_row)
+    piece, at = algebra.expand(wanted.first[box], wanted.first[box + 1])
+    row = wanted.row[at]
+    own = _own_rows(atoms, source.holder, atom[piece], target.holder[row])
+    return Demand(source, target, atoms, lo, hi, atom, piece, row, own)
 
 
-def _atoms(source: Tiling) -> tuple[Ints, Ints, Ints, Ints]:
-    """Disjoint atoms of the source boxes, and for each the source rows that hold it."""
-    lo, hi, inverse = algebra.unique_boxes(source.region.lo, source.region.hi)
-    if algebra.are_disjoint(lo, hi):
-        order = np.argsort(inverse, kind="stable")
-        return lo, hi, np.concatenate([[0], np.cumsum(np.bincount(inverse, minlength=len(lo)))]), order
-    lo, hi = algebra.refine(lo, hi)
-    atom, row = algebra.overlaps(lo, hi, source.region.lo, source.region.hi)
-    return lo, hi, np.searchsorted(atom, np.arange(len(lo) + 1)), row
+def atoms_of(tiling: Tiling) -> Atoms:
+    """Atoms of a tiling: its distinct boxes, cut where they overlap."""
+    distinct = _distinct(tiling)
+    if algebra.are_disjoint(distinct.lo, distinct.hi):
+        return distinct
+    lo, hi = algebra.refine(distinct.lo, distinct.hi)
+    atom, row = algebra.overlaps(lo, hi, tiling.region.lo, tiling.region.hi)
+    return Atoms(lo, hi, np.searchsorted(atom, np.arange(len(lo) + 1)), row)
 
 
-def _members(box: Ints, box_of_row: Ints, boxes: int) -> tuple[Ints, Ints]:
-    """For every pair of an atom and a distinct target box, one need for each target row with that box."""
-    order = np.argsort(box_of_row, kind="stable")
-    first = np.concatenate([[0], np.cumsum(np.bincount(box_of_row, minlength=boxes))])
-    pair, at = algebra.expand(first[box], first[box + 1])
-    return pair, order[at]
+def _distinct(tiling: Tiling) -> Atoms:
+    """The distinct boxes of a tiling, overlapping or not."""
+    lo, hi, of_row = algebra.unique_boxes(tiling.region.lo, tiling.region.hi)
+    counts = np.bincount(of_row, minlength=len(lo))
+    return Atoms(lo, hi, np.concatenate([[0], np.cumsum(counts)]), np.argsort(of_row, kind="stable"))
 
 
-def _own_rows(atom: Ints, device: Ints, holder: Ints, first: Ints, source_row: Ints) -> Ints:
+def _own_rows(atoms: Atoms, holder: Ints, atom: Ints, device: Ints) -> Ints:
     """The source row by which ``device`` itself holds ``atom``, or −1."""
-    if not len(atom) or not len(source_row):
+    if not len(atom) or not len(atoms.row):
         return np.full(len(atom), -1, np.int64)
     width = 1 + max(int(holder.max()), int(device.max()))
-    held = np.repeat(np.arange(len(first) - 1), np.diff(first)) * width + holder[source_row]
+    held = atoms.of_row * width + holder[atoms.row]
     order = np.argsort(held, kind="stable")
     wanted = atom * width + device
     at = np.minimum(np.searchsorted(held, wanted, sorter=order), len(held) - 1)
-    return np.where(held[order[at]] == wanted, source_row[order[at]], -1)
+    return np.where(held[order[at]] == wanted, atoms.row[order[at]], -1)
+
+
+def unchanged_devices(source: Tiling, target: Tiling) -> Ints:
+    """Devices whose buffer holds the same elements at the same places before and after."""
+    order = [np.lexsort((t.region.offset, t.holder)) for t in (source, target)]
+    width = 1 + max((int(t.holder.max(initial=-1)) for t in (source, target)), default=-1)
+    counts = [np.bincount(t.holder, minlength=width) for t in (source, target)]
+    alike = (counts[0] == counts[1]) & (counts[0] > 0)
+    rows = [o[alike[t.holder[o]]] for o, t in zip(order, (source, target), strict=True)]
+    a, b = source.region.take(rows[0]), target.region.take(rows[1])
+    same = (a.lo == b.lo).all(1) & (a.hi == b.hi).all(1) & (a.stride == b.stride).all(1) & (a.offset == b.offset)
+    alike[source.holder[rows[0]][~same]] = False
+    return np.flatnonzero(alike)

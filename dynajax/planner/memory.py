@@ -1,4 +1,4 @@
-"""Memory of a move: bytes of each device over the stages, and an order of stages that fits a budget.
+"""Memory of a move whose shards are freed whole: bytes of each device over the stages, and an order that fits a budget.
 
 In a stage the targets of its tensors are allocated, filled, and then their sources are freed. A
 buffer that stays as it is counts once. The base that a budget lies above is max(source, target) of
@@ -7,8 +7,9 @@ a device if the source is given up, source + target if it is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +17,15 @@ import numpy as np
 from dynajax.bytesize import format_bytes
 from dynajax.errors import BudgetError
 from dynajax.vps.region import Ints
+
+
+class Memory(Enum):
+    """What can be freed, and when."""
+
+    SHARDS = "shards"
+    """A shard is one buffer, freed whole: arrays of jax. A stage holds whole tensors."""
+    PACKED = "packed"
+    """State lies in pieces, each freed when its last reader has it. Stages cut tensors; see ``planner.packed``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,25 +113,30 @@ def plan_stages(buffers: Buffers, budget: int, donate: bool, names: Sequence[str
     )
 
 
-def _orders(buffers: Buffers) -> list[Ints]:
+def _orders(buffers: Buffers) -> Iterator[Ints]:
     """Orders worth trying, the cheap one first: by bytes freed on the whole, then step by step on the worst device."""
     net = buffers.allocated - buffers.freed
-    by_total = np.lexsort((np.arange(len(net)), buffers.allocated.max(axis=1), net.sum(axis=1)))
-    return [by_total, _greedy(buffers, net)]
+    yield np.lexsort((np.arange(len(net)), buffers.allocated.max(axis=1), net.sum(axis=1)))
+    yield _greedy(buffers)
 
 
-def _greedy(buffers: Buffers, net: Ints) -> Ints:
-    """Always next the tensor after whose allocation the worst device is least above its base."""
+def _greedy(buffers: Buffers) -> Ints:
+    """Always next the tensor that takes the worst device least above its base; equal tensors share a try."""
+    both = np.concatenate([buffers.allocated, buffers.freed], axis=1)
+    kinds, kind = np.unique(both, axis=0, return_inverse=True)
+    allocated, freed = np.split(kinds, 2, axis=1)
+    members = [np.flatnonzero(kind.ravel() == k)[::-1].tolist() for k in range(len(kinds))]
     live = buffers.source.sum(axis=0) - np.maximum(buffers.source.sum(axis=0), buffers.target.sum(axis=0))
-    left = np.arange(len(net))
+    left = np.arange(len(kinds))
     order: list[int] = []
     while len(left):
-        worst = np.maximum((live + buffers.allocated[left]).max(axis=1), 0)
-        growth = np.maximum(live + net[left], 0).sum(axis=1)
-        k = int(np.lexsort((growth, worst))[0])
-        order.append(int(left[k]))
-        live = live + net[left[k]]
-        left = np.delete(left, k)
+        worst = np.maximum((live + allocated[left]).max(axis=1), 0)
+        growth = np.maximum(live + allocated[left] - freed[left], 0).sum(axis=1)
+        k = int(left[int(np.lexsort((left, growth, worst))[0])])
+        order.append(members[k].pop())
+        live = live + allocated[k] - freed[k]
+        if not members[k]:
+            left = left[left != k]
     return np.asarray(order)
 
 
@@ -135,16 +150,27 @@ def _needed(buffers: Buffers, order: Ints, base: Ints) -> tuple[int, int]:
 
 def _grouped(buffers: Buffers, order: Ints, limit: Ints) -> tuple[tuple[int, ...], ...]:
     """Neighbours in the order share a stage while every device stays below its limit."""
-    stages: list[list[int]] = [[]]
+    allocated, freed = np.cumsum(buffers.allocated[order], axis=0), np.cumsum(buffers.freed[order], axis=0)
     live = buffers.source.sum(axis=0)
-    allocated = np.zeros_like(live)
-    freed = np.zeros_like(live)
-    for k in order.tolist():
-        if (live + allocated + buffers.allocated[k] > limit).any():
-            live = live + allocated - freed
-            allocated, freed = np.zeros_like(live), np.zeros_like(live)
-            stages.append([])
-        stages[-1].append(k)
-        allocated = allocated + buffers.allocated[k]
-        freed = freed + buffers.freed[k]
-    return tuple(tuple(s) for s in stages if s)
+    stages: list[tuple[int, ...]] = []
+    start = 0
+    while start < len(order):
+        stop = start + _fitting(allocated[start:], limit - live)
+        stages.append(tuple(order[start:stop].tolist()))
+        step = allocated[stop - 1] - freed[stop - 1]
+        live = live + step
+        allocated, freed = allocated - allocated[stop - 1], freed - freed[stop - 1]
+        start = stop
+    return tuple(stages)
+
+
+def _fitting(allocated: Ints, room: Ints) -> int:
+    """How many rows of cumulative bytes fit in the room; at least one."""
+    count, window = 0, 16
+    while count < len(allocated):
+        rows = allocated[count : count + window]
+        over = (rows > room).any(axis=1)
+        if over.any():
+            return max(count + int(over.argmax()), 1)
+        count, window = count + len(rows), 2 * window
+    return max(count, 1)

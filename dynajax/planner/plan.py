@@ -1,49 +1,26 @@
 """The plan of a move, as a value: what each device keeps, copies and is sent, in which stage.
 
-A plan knows no devices and no transport. It can be checked (``verify``), compared (``digest``) and
-carried out by numpy (``planner.virtual``) or by the engine.
+A plan knows no devices and no transport. It can be proved (``verify``), compared (``digest``), priced
+(``planner.price``) and carried out by numpy (``planner.virtual``) or by the engine.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from dynajax.bytesize import format_bytes
-from dynajax.planner.memory import Footprint
-from dynajax.vps import algebra
+from dynajax.meshes import Topology
+from dynajax.planner.memory import Footprint, Memory
+from dynajax.planner.route import Copies, Route, missing
 from dynajax.vps.region import Ints
 from dynajax.vps.space import Tensor
 from dynajax.vps.tiling import Tiling, sums
-
-
-@dataclass(frozen=True, eq=False)
-class Copies:
-    """Boxes to copy, one row each; offsets and strides in elements of the holders' buffers.
-
-    A row whose source is its target stays on its device: it is retained, and only its place in the buffer changes.
-    """
-
-    source: Ints
-    target: Ints
-    extent: Ints
-    source_offset: Ints
-    source_stride: Ints
-    target_offset: Ints
-    target_stride: Ints
-
-    @cached_property
-    def volumes(self) -> Ints:
-        """Elements of each row."""
-        return self.extent.prod(axis=1, dtype=np.int64)
-
-    @property
-    def sent(self) -> np.ndarray:
-        """True for the rows that cross from one device to another."""
-        return self.source != self.target
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,16 +29,45 @@ class Move:
 
     Attributes:
         tensor: which one.
-        source, target: who holds what before and after.
-        kept: devices whose buffer stays as it is, byte for byte; no copy is made for them.
-        copies: what all other target devices are made of.
+        route: where its pieces come from; tensors of one geometry share a route.
     """
 
     tensor: Tensor
-    source: Tiling
-    target: Tiling
-    kept: Ints
-    copies: Copies
+    route: Route
+
+    @property
+    def source(self) -> Tiling:
+        """Who holds what before."""
+        return self.route.source
+
+    @property
+    def target(self) -> Tiling:
+        """Who holds what after."""
+        return self.route.target
+
+    @property
+    def kept(self) -> Ints:
+        """Devices whose buffer stays as it is, byte for byte; no copy is made for them."""
+        return self.route.kept
+
+    @property
+    def copies(self) -> Copies:
+        """What all other target devices are made of."""
+        return self.route.copies
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Bytes from device to device, one row for each pair that talks.
+
+    Attributes:
+        sender, receiver: device numbers, shape (pairs,), sorted.
+        nbytes: shape (pairs,).
+    """
+
+    sender: Ints
+    receiver: Ints
+    nbytes: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +80,8 @@ class Plan:
         budget: bytes that a device may hold above its base (see ``donate``).
         donate: True if the source is given up: base = max(source, target); False: base = source + target.
         footprint: bytes of each device over the stages.
+        memory: what can be freed, and when.
+        topology: the links that the routes were chosen for, None if all devices are alike.
     """
 
     moves: tuple[Move, ...]
@@ -81,6 +89,8 @@ class Plan:
     budget: int
     donate: bool
     footprint: Footprint
+    memory: Memory = Memory.SHARDS
+    topology: Topology | None = None
 
     @cached_property
     def num_devices(self) -> int:
@@ -88,24 +98,42 @@ class Plan:
         return self.footprint.source.shape[0]
 
     @cached_property
+    def routes(self) -> tuple[tuple[Route, int], ...]:
+        """The distinct routes, each with the bytes of an element summed over its tensors."""
+        return distinct_routes(self.moves)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """All that crosses from one device to another."""
+        return self.traffic_of(lambda route: route.sent)
+
+    def traffic_of(self, chosen: Any) -> Traffic:
+        """Bytes of the pieces that ``chosen(route)`` masks, by pair of devices."""
+        n = max(self.num_devices, 1)
+        pairs, nbytes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for route, itemsize in self.routes:
+            rows = chosen(route)
+            pairs.append(route.sender[rows] * n + route.receiver[rows])
+            nbytes.append(route.volumes[rows] * itemsize)
+        pair, at = np.unique(np.concatenate(pairs), return_inverse=True)
+        return Traffic(*np.divmod(pair, n), sums(at.ravel(), np.concatenate(nbytes), len(pair)))
+
+    @cached_property
     def bytes_sent(self) -> Ints:
         """Bytes from device to device, shape (devices, devices)."""
-        n = self.num_devices
-        flat = np.zeros(n * n, np.int64)
-        for move in self.moves:
-            c = move.copies
-            flat += sums((c.source * n + c.target)[c.sent], c.volumes[c.sent] * move.tensor.itemsize, n * n)
-        return flat.reshape(n, n)
+        dense = np.zeros((self.num_devices, self.num_devices), np.int64)
+        dense[self.traffic.sender, self.traffic.receiver] = self.traffic.nbytes
+        return dense
 
-    @property
+    @cached_property
     def bytes_moved(self) -> int:
         """Bytes sent, summed over the devices that receive them."""
-        return int(self.bytes_sent.sum())
+        return int(self.traffic.nbytes.sum())
 
     @cached_property
     def bytes_needed(self) -> int:
         """Bytes that the target layout holds on all devices."""
-        return sum(m.target.region.volume * m.tensor.itemsize for m in self.moves)
+        return sum(route.target.region.volume * itemsize for route, itemsize in self.routes)
 
     @property
     def bytes_retained(self) -> int:
@@ -115,12 +143,30 @@ class Plan:
     @cached_property
     def bytes_lower_bound(self) -> int:
         """Bytes that any plan must send: what a device needs and does not hold, from the layouts alone."""
-        return sum(_missing(m.source, m.target) * m.tensor.itemsize for m in self.moves)
+        return sum(route.lower_bound * itemsize for route, itemsize in self.routes)
 
-    @property
+    @cached_property
+    def bytes_inter_node(self) -> int:
+        """Bytes that cross from one node of the topology to another."""
+        if self.topology is None:
+            return 0
+        node = self.topology.node
+        crosses = node[self.traffic.sender] != node[self.traffic.receiver]
+        return int(self.traffic.nbytes[crosses].sum())
+
+    @cached_property
+    def bytes_inter_node_lower_bound(self) -> int:
+        """Bytes that must cross: what the devices of a node need and none of them holds, once a node."""
+        if self.topology is None:
+            return 0
+        node = self.topology.node
+        return sum(missing(route.source, route.target, node) * itemsize for route, itemsize in self.routes)
+
+    @cached_property
     def busiest_device_bytes(self) -> int:
         """The most that one device sends or receives."""
-        return int(max(self.bytes_sent.sum(0).max(initial=0), self.bytes_sent.sum(1).max(initial=0)))
+        t, n = self.traffic, self.num_devices
+        return int(max(sums(end, t.nbytes, n).max(initial=0) for end in (t.sender, t.receiver)))
 
     def peak_bytes(self) -> list[int]:
         """The most bytes that each device holds at any moment of the move."""
@@ -131,14 +177,21 @@ class Plan:
         """The most that a device holds above its base."""
         return self.footprint.extra(self.donate)
 
+    def verify(self, tensors: Mapping[str, Any] | None = None) -> None:
+        """Prove the plan; see ``planner.proof.prove`` and, where ``tensors`` are given, ``planner.virtual.verify``."""
+        from dynajax.planner.proof import prove
+        from dynajax.planner.virtual import verify
+
+        prove(self)
+        if tensors is not None:
+            verify(self, tensors)
+
     @cached_property
     def digest(self) -> str:
         """Equal for the same move however it was written down and wherever it was planned."""
-        digest = hashlib.sha256(repr((self.budget, self.donate, self.stages)).encode())
+        digest = hashlib.sha256(repr((self.budget, self.donate, self.memory.value, self.stages)).encode())
         for move in self.moves:
-            digest.update(repr(move.tensor).encode() + move.source.key + move.target.key)
-            for field in (move.kept, *vars(move.copies).values()):
-                digest.update(np.ascontiguousarray(field).tobytes())
+            digest.update(repr(move.tensor).encode() + move.route.key)
         return digest.hexdigest()
 
     def summary(self) -> str:
@@ -150,13 +203,12 @@ class Plan:
         )
 
 
-def _missing(source: Tiling, target: Tiling) -> int:
-    """Elements, summed over devices, that a device holds in ``target`` and not in ``source``."""
-    with_device = [
-        (np.concatenate([t.holder[:, None], t.region.lo], 1), np.concatenate([t.holder[:, None] + 1, t.region.hi], 1))
-        for t in (source, target)
-    ]
-    (s_lo, s_hi), (t_lo, t_hi) = with_device
-    i, j = algebra.overlaps(s_lo, s_hi, t_lo, t_hi)
-    held = algebra.volumes(np.maximum(s_lo[i], t_lo[j]), np.minimum(s_hi[i], t_hi[j]))
-    return target.region.volume - int(held.sum())
+def distinct_routes(moves: Sequence[Move]) -> tuple[tuple[Route, int], ...]:
+    """The routes of some moves, each once, with the bytes of an element summed over its tensors."""
+    itemsize: dict[int, int] = {}
+    routes: dict[int, Route] = {}
+    for move in moves:
+        key = id(move.route)
+        routes[key] = move.route
+        itemsize[key] = itemsize.get(key, 0) + move.tensor.itemsize
+    return tuple((route, itemsize[key]) for key, route in routes.items())

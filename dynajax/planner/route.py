@@ -1,53 +1,168 @@
-"""Route: one source for every needed piece: the device itself, else the holder that has least to send."""
+"""Routes: where one geometry's pieces come from. A value, shared by all tensors that have the geometry."""
 
 from __future__ import annotations
 
-import numpy as np
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from dynajax.planner.diff import Demand
+import numpy as np
+from numpy.typing import NDArray
+
+from dynajax.vps import algebra
 from dynajax.vps.region import Ints
 from dynajax.vps.tiling import Tiling
 
+Bools = NDArray[np.bool_]
 
-def choose_sources(demand: Demand, source: Tiling, itemsize: int, load: Ints) -> Ints:
-    """The source row that serves each need, shape (needs,).
 
-    Needs of atoms with the same holders are levelled together: the holders with least to send get the next bytes.
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Boxes to copy, one row each; offsets and strides in elements of the holders' buffers.
+
+    A row whose source is its target stays on its device: it is retained, and only its place in the buffer changes.
+    A relayed row is read from its source's *target* buffer, once the rows that are not relayed have filled it.
+    """
+
+    source: Ints
+    target: Ints
+    extent: Ints
+    source_offset: Ints
+    source_stride: Ints
+    target_offset: Ints
+    target_stride: Ints
+    relayed: Bools
+
+    @cached_property
+    def volumes(self) -> Ints:
+        """Elements of each row."""
+        return self.extent.prod(axis=1, dtype=np.int64)
+
+    @property
+    def sent(self) -> Bools:
+        """True for the rows that cross from one device to another."""
+        return self.source != self.target
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """How one geometry gets from a tiling to another.
+
+    Attributes:
+        source, target: who holds what before and after.
+        kept: devices whose buffer stays as it is; no piece is listed for them.
+        lo, hi: the pieces, one row for each device that needs one, shape (pieces, rank).
+        target_row: row of the target tiling that the piece fills.
+        source_row: row that the piece is read from: of the source tiling, or of the target tiling if relayed.
+        relayed: True if the sender passes on what was sent to it.
+        stage: stage in which each piece is copied; None if the whole tensor is in one stage.
+    """
+
+    source: Tiling
+    target: Tiling
+    kept: Ints
+    lo: Ints
+    hi: Ints
+    target_row: Ints
+    source_row: Ints
+    relayed: Bools
+    stage: Ints | None = None
+
+    @cached_property
+    def sender(self) -> Ints:
+        """Device that each piece comes from."""
+        sender = np.empty(len(self.source_row), np.int64)
+        direct = ~self.relayed
+        sender[direct] = self.source.holder[self.source_row[direct]]
+        sender[self.relayed] = self.target.holder[self.source_row[self.relayed]]
+        return sender
+
+    @cached_property
+    def receiver(self) -> Ints:
+        """Device that each piece is for."""
+        return self.target.holder[self.target_row]
+
+    @cached_property
+    def volumes(self) -> Ints:
+        """Elements of each piece."""
+        return algebra.volumes(self.lo, self.hi)
+
+    @property
+    def sent(self) -> Bools:
+        """True for the pieces that cross from one device to another."""
+        return self.sender != self.receiver
+
+    def stages_of_pieces(self) -> Ints:
+        """Stage of each piece, 0 if the whole tensor is in one stage."""
+        return np.zeros(len(self.lo), np.int64) if self.stage is None else self.stage
+
+    @cached_property
+    def copies(self) -> Copies:
+        """The pieces as copies between buffers."""
+        s, t = self.source_row, self.target_row
+        offset, stride = np.empty_like(s), np.empty_like(self.lo)
+        for tiling, rows in ((self.source, ~self.relayed), (self.target, self.relayed)):
+            offset[rows] = tiling.region.address(s[rows], self.lo[rows])
+            stride[rows] = tiling.region.stride[s[rows]]
+        return Copies(
+            self.sender,
+            self.receiver,
+            self.hi - self.lo,
+            offset,
+            stride,
+            self.target.region.address(t, self.lo),
+            self.target.region.stride[t],
+            self.relayed,
+        )
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """Elements, summed over devices, that a device needs and does not hold; from the tilings alone."""
+        return missing(self.source, self.target, None)
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for routes that say the same."""
+        digest = hashlib.sha256(self.source.key + self.target.key)
+        stage = np.zeros(0, np.int64) if self.stage is None else self.stage
+        for part in (self.kept, self.lo, self.hi, self.target_row, self.source_row, self.relayed, stage):
+            digest.update(np.ascontiguousarray(part).tobytes())
+        return digest.digest()
+
+    def take(self, rows: Ints | Bools) -> Route:
+        """The route with only some of its pieces, as arrays of its own."""
+        return replace(
+            self,
+            lo=self.lo[rows],
+            hi=self.hi[rows],
+            target_row=self.target_row[rows],
+            source_row=self.source_row[rows],
+            relayed=self.relayed[rows],
+            stage=None if self.stage is None else self.stage[rows],
+        )
+
+
+def missing(source: Tiling, target: Tiling, place: Ints | None) -> int:
+    """Elements, summed over places, that a place needs in ``target`` and does not hold in ``source``.
 
     Args:
-        demand: what is needed.
-        source: the source tiling.
-        itemsize: bytes of an element.
-        load: bytes that each device sends so far; updated in place.
+        source, target: tilings of one tensor.
+        place: place of each device, such as its node; None if each device is a place of its own.
     """
-    row = demand.own_row.copy()
-    sent = np.flatnonzero(row < 0)
-    nbytes = (demand.hi[sent] - demand.lo[sent]).prod(axis=1, dtype=np.int64) * itemsize
-    for atom in np.unique(demand.atom[sent]).tolist():
-        needs = demand.atom[sent] == atom
-        holders = demand.source_row[demand.first[atom] : demand.first[atom + 1]]
-        pick = _level(nbytes[needs], load[source.holder[holders]])
-        row[sent[needs]] = holders[pick]
-        np.add.at(load, source.holder[holders[pick]], nbytes[needs])
-    return row
+    need_lo, need_hi = _at_places(target, place)
+    have_lo, have_hi = _at_places(source, place)
+    i, j = algebra.overlaps(have_lo, have_hi, need_lo, need_hi)
+    held = algebra.volumes(np.maximum(have_lo[i], need_lo[j]), np.minimum(have_hi[i], need_hi[j]))
+    return int(algebra.volumes(need_lo, need_hi).sum() - held.sum())
 
 
-def _level(nbytes: Ints, load: Ints) -> Ints:
-    """Give pieces of ``nbytes`` to holders that have ``load`` so that the largest load stays small.
-
-    Water is poured on the loads until all bytes are in; each holder takes a run of pieces as long as its column.
-    """
-    if len(load) == 1:
-        return np.zeros(len(nbytes), np.int64)
-    order = np.argsort(load, kind="stable")
-    column = np.diff(_poured(load[order], int(nbytes.sum())), prepend=0)
-    middle = np.cumsum(nbytes) - nbytes / 2
-    return order[np.minimum(np.searchsorted(np.cumsum(column), middle), len(load) - 1)]
-
-
-def _poured(sorted_load: Ints, amount: int) -> Ints:
-    """Cumulative bytes that each holder takes when ``amount`` is poured on ascending loads."""
-    below = np.arange(1, len(sorted_load) + 1) * sorted_load - np.cumsum(sorted_load)
-    wet = int(np.searchsorted(below, amount, side="left")) or 1
-    level = (amount + int(sorted_load[:wet].sum())) / wet
-    return np.cumsum(np.maximum(level - sorted_load, 0) * (np.arange(len(sorted_load)) < wet))
+def _at_places(tiling: Tiling, place: Ints | None) -> tuple[Ints, Ints]:
+    """Disjoint boxes with the place as a first dim."""
+    at = tiling.holder if place is None else place[tiling.holder]
+    lo = np.concatenate([at[:, None], tiling.region.lo], axis=1)
+    hi = np.concatenate([at[:, None] + 1, tiling.region.hi], axis=1)
+    if place is not None:
+        lo, hi, _ = algebra.unique_boxes(lo, hi)
+        if not algebra.are_disjoint(lo, hi):
+            lo, hi = algebra.refine(lo, hi)
+    return lo, hi

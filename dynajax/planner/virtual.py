@@ -22,13 +22,15 @@ Buffers = dict[int, NDArray[Any]]
 def execute(move: Move, source: Mapping[int, NDArray[Any]]) -> Buffers:
     """Target buffers by device, made from source buffers by device; all flat."""
     target: Buffers = {d: source[d] for d in move.kept.tolist()}
+    dtype = next(iter(source.values())).dtype if source else np.dtype(np.int64)
     for d in np.setdiff1d(move.target.devices, move.kept).tolist():
-        target[d] = np.zeros(move.target.region_of(d).volume, next(iter(source.values())).dtype)
-    c = move.copies
-    for k in range(len(c.source)):
+        target[d] = np.full(move.target.region_of(d).volume * dtype.itemsize, 0xA5, np.uint8).view(dtype)
+    c, stage = move.copies, move.route.stage
+    for k in np.lexsort((c.relayed, np.zeros(len(c.source)) if stage is None else stage)).tolist():
         extent = c.extent[k].tolist()
         out = view(target[int(c.target[k])], int(c.target_offset[k]), c.target_stride[k].tolist(), extent)
-        out[...] = view(source[int(c.source[k])], int(c.source_offset[k]), c.source_stride[k].tolist(), extent)
+        held = target if c.relayed[k] else source
+        out[...] = view(held[int(c.source[k])], int(c.source_offset[k]), c.source_stride[k].tolist(), extent)
     return target
 
 

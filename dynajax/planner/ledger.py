@@ -1,0 +1,125 @@
+"""The ledger of packed stages: bytes alive on every device at every moment, from the routes alone.
+
+Six moments make a stage: pack, free what was read for the last time, exchange, drop the send buffers,
+allocate the targets, and, once unpacked, drop the receive buffers and what was copied inside the device.
+Before the first stage all is freed that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynajax.planner.route import Bools, Route
+from dynajax.vps.region import Ints, dense_strides
+from dynajax.vps.tiling import sums
+
+_MOMENTS = 6
+Routes = Sequence[tuple[Route, int]]
+"""Routes, each with the bytes of an element summed over its tensors."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The pieces of all routes end to end.
+
+    Attributes:
+        route, row: where each piece is from.
+        sender, receiver, nbytes, relayed: as in ``Route``, bytes over all tensors.
+        place: first element of the piece in the flattened tensor; pieces of a route with one place are one box.
+        unit: source piece that it reads, which its sender frees as a whole; −1 if it is relayed or kept.
+    """
+
+    route: Ints
+    row: Ints
+    sender: Ints
+    receiver: Ints
+    nbytes: Ints
+    relayed: Bools
+    place: Ints
+    unit: Ints
+
+    @staticmethod
+    def of(routes: Routes) -> Rows:
+        """The pieces of ``routes``, in order."""
+        none, no = np.zeros(0, np.int64), np.zeros(0, bool)
+        route = np.concatenate([none, *(np.full(len(r.lo), k) for k, (r, _) in enumerate(routes))])
+        row = np.concatenate([none, *(np.arange(len(r.lo)) for r, _ in routes)])
+        sender = np.concatenate([none, *(r.sender for r, _ in routes)])
+        receiver = np.concatenate([none, *(r.receiver for r, _ in routes)])
+        nbytes = np.concatenate([none, *(r.volumes * itemsize for r, itemsize in routes)])
+        relayed = np.concatenate([no, *(r.relayed for r, _ in routes)])
+        place = np.concatenate([none, *((r.lo * dense_strides(r.source.shape)).sum(axis=1) for r, _ in routes)])
+        stays = np.concatenate([no, *(np.isin(r.sender, r.kept) for r, _ in routes)])
+        unit, freed = np.full(len(route), -1), np.flatnonzero(~relayed & ~stays)
+        unit[freed] = alike(route[freed], place[freed], sender[freed])
+        return Rows(route, row, sender, receiver, nbytes, relayed, place, unit)
+
+    def take(self, rows: Ints) -> Rows:
+        """The pieces at ``rows``."""
+        return Rows(*(part[rows] for part in vars(self).values()))
+
+
+def alike(*keys: Ints) -> Ints:
+    """The same number, counted from 0, for rows that agree in all keys."""
+    order = np.lexsort(keys)
+    new = np.zeros(len(order), bool)
+    for key in keys:
+        new[1:] |= key[order[1:]] != key[order[:-1]]
+    number = np.empty(len(order), np.int64)
+    number[order] = np.cumsum(new)
+    return number
+
+
+def kept_bytes(routes: Routes, devices: int) -> Ints:
+    """Bytes of the buffers that stay as they are, on each device."""
+    total = np.zeros(devices, np.int64)
+    for route, itemsize in routes:
+        total[route.kept] += route.target.elements(devices)[route.kept] * itemsize
+    return total
+
+
+def packed_peak(routes: Routes, source: Ints, donate: bool) -> Ints:
+    """The most bytes that each device holds at any moment, shape (devices,).
+
+    Args:
+        routes: with a stage for each piece.
+        source: bytes of the source layout on each device.
+        donate: whether sources are freed.
+    """
+    devices, rows = len(source), Rows.of(routes)
+    stage = np.concatenate([np.zeros(0, np.int64), *(r.stages_of_pieces() for r, _ in routes)])
+    stages = int(stage.max(initial=-1)) + 1
+    change = np.zeros((_MOMENTS * stages + 1, devices), np.int64)
+    sent = rows.sender != rows.receiver
+    for moment, end, chosen, sign in (
+        (0, rows.sender, sent, 1),
+        (2, rows.receiver, sent, 1),
+        (3, rows.sender, sent, -1),
+        (4, rows.receiver, np.ones_like(sent), 1),
+        (5, rows.receiver, sent, -1),
+    ):
+        np.add.at(change, (1 + _MOMENTS * stage[chosen] + moment, end[chosen]), sign * rows.nbytes[chosen])
+    change[0] = source
+    if donate:
+        _free(change, rows, stage, ~sent)
+        change[0] = kept_bytes(routes, devices) + _read_bytes(rows, devices)
+    return np.maximum(np.cumsum(change, axis=0).max(axis=0), source)
+
+
+def _free(change: Ints, rows: Rows, stage: Ints, local: Bools) -> None:
+    """Take off every unit after its last reader: at once if that is sent, after unpacking if it is copied inside."""
+    read = np.flatnonzero(rows.unit >= 0)
+    order = read[np.lexsort((local[read], stage[read], rows.unit[read]))]
+    last = order[np.append(np.diff(rows.unit[order]) != 0, True)] if len(order) else order
+    moment = np.where(local[last], 5, 1)
+    np.subtract.at(change, (1 + _MOMENTS * stage[last] + moment, rows.sender[last]), rows.nbytes[last])
+
+
+def _read_bytes(rows: Rows, devices: int) -> Ints:
+    """Bytes of all units on their holders."""
+    _, first = np.unique(rows.unit, return_index=True)
+    first = first[rows.unit[first] >= 0]
+    return sums(rows.sender[first], rows.nbytes[first], devices)

@@ -1,0 +1,170 @@
+"""Proof of a plan by bookkeeping on boxes and bytes: no buffers, so thousands of devices are no matter.
+
+What is shown, for every route: both layouts cover the tensor and hold nothing twice; a piece is read where
+its sender has it (or was sent it before, if relayed) and lands inside what its receiver shall have; pieces
+of a device are disjoint and fill all that it shall have, but for buffers that stay, which hold the same
+elements at the same places. For the plan: bytes moved, and bytes between nodes, are the least the layouts
+allow, every piece is in one stage, and the peak is what the ledger says and within the budget.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dynajax.errors import CheckError
+from dynajax.planner.ledger import packed_peak
+from dynajax.planner.memory import Memory
+from dynajax.planner.route import Route
+from dynajax.vps import algebra
+from dynajax.vps.region import Ints
+from dynajax.vps.tiling import Tiling, sums
+
+if TYPE_CHECKING:
+    from dynajax.planner.plan import Plan
+
+
+def prove(plan: Plan) -> None:
+    """Show that the plan is right.
+
+    Raises:
+        CheckError: naming the tensor and what is wrong.
+        LayoutError: a layout is not sound.
+    """
+    names: dict[int, str] = {}
+    for move in plan.moves:
+        names.setdefault(id(move.route), move.tensor.path)
+    for route, _ in plan.routes:
+        name = names[id(route)]
+        route.source.validate(name)
+        route.target.validate(name)
+        _prove_reads(route, name)
+        _prove_relays(route, name)
+        _prove_kept(route, name)
+        _prove_complete(route, name, plan.num_devices)
+    _prove_bytes(plan)
+    _prove_stages(plan)
+    _prove_peak(plan)
+
+
+def _prove_reads(route: Route, name: str) -> None:
+    """Every piece lies inside the box that is read and the box that is filled."""
+    for rows, row, tiling in (
+        (~route.relayed, route.source_row, route.source),
+        (route.relayed, route.source_row, route.target),
+        (np.ones_like(route.relayed), route.target_row, route.target),
+    ):
+        lo, hi, box = route.lo[rows], route.hi[rows], row[rows]
+        inside = (tiling.region.lo[box] <= lo).all(axis=1) & (hi <= tiling.region.hi[box]).all(axis=1)
+        if not inside.all():
+            raise CheckError(f"{name}: piece {int(np.argmin(inside))} is read or written outside of its box")
+
+
+def _prove_relays(route: Route, name: str) -> None:
+    """What is passed on was sent to its sender by a holder, in an earlier stage or earlier in this one."""
+    passed, direct = np.flatnonzero(route.relayed), np.flatnonzero(~route.relayed)
+    if not len(passed):
+        return
+    want = _with_device(route.sender[passed], route.lo[passed], route.hi[passed])
+    have = _with_device(route.receiver[direct], route.lo[direct], route.hi[direct])
+    i, j = algebra.overlaps(*have, *want)
+    if route.stage is not None:
+        early = route.stage[direct[i]] < route.stage[passed[j]]
+        i, j = i[early], j[early]
+    got = sums(j, algebra.volumes(np.maximum(have[0][i], want[0][j]), np.minimum(have[1][i], want[1][j])), len(passed))
+    if (got != route.volumes[passed]).any():
+        raise CheckError(f"{name}: device {int(route.sender[passed[0]])} passes on what was not sent to it")
+
+
+def _prove_kept(route: Route, name: str) -> None:
+    """A buffer that stays has all that its device shall have, at the same places, and is as long."""
+    s, t = (np.flatnonzero(np.isin(x.holder, route.kept)) for x in (route.source, route.target))
+    a, b = route.source.region, route.target.region
+    have = _with_device(route.source.holder[s], a.lo[s], a.hi[s])
+    want = _with_device(route.target.holder[t], b.lo[t], b.hi[t])
+    i, j = algebra.overlaps(*have, *want)
+    lo, hi = np.maximum(have[0][i], want[0][j])[:, 1:], np.minimum(have[1][i], want[1][j])[:, 1:]
+    same_place = a.address(s[i], lo) == b.address(t[j], lo)
+    same_stride = ((a.stride[s[i]] == b.stride[t[j]]) | (hi - lo == 1)).all(axis=1)
+    full = int(algebra.volumes(lo, hi).sum()) == int(b.volumes[t].sum()) == int(a.volumes[s].sum())
+    if not (full and same_place.all() and same_stride.all()):
+        raise CheckError(f"{name}: a buffer is kept that does not hold what it should")
+
+
+def _prove_complete(route: Route, name: str, devices: int) -> None:
+    """Pieces of a device are disjoint and add up to what it shall have."""
+    if not algebra.are_disjoint(*_with_device(route.receiver, route.lo, route.hi)):
+        raise CheckError(f"{name}: an element is written twice")
+    wanted = _elements(route.target, devices)
+    wanted[route.kept] = 0
+    got = sums(route.receiver, route.volumes, devices)
+    if (got != wanted).any():
+        device = int(np.argmax(got != wanted))
+        raise CheckError(f"{name}: device {device} gets {int(got[device])} elements and needs {int(wanted[device])}")
+
+
+def _prove_bytes(plan: Plan) -> None:
+    for what, moved, least in (
+        ("", plan.bytes_moved, plan.bytes_lower_bound),
+        (" between nodes", plan.bytes_inter_node, plan.bytes_inter_node_lower_bound),
+    ):
+        if moved != least:
+            raise CheckError(f"the plan moves {moved} bytes{what} and {least} would do")
+
+
+def _prove_stages(plan: Plan) -> None:
+    """Whole tensors are in one stage; a tensor whose pieces are staged is listed in the stages of its pieces."""
+    listed: list[set[int]] = [set() for _ in plan.moves]
+    for number, stage in enumerate(plan.stages):
+        for k in stage:
+            listed[k].add(number)
+    for move, stages in zip(plan.moves, listed, strict=True):
+        staged = move.route.stage
+        wrong = len(stages) != 1 if staged is None or not len(staged) else stages != set(np.unique(staged).tolist())
+        if wrong:
+            raise CheckError(f"{move.tensor.path}: in stages {sorted(stages)}, which is not where its pieces are")
+
+
+def _prove_peak(plan: Plan) -> None:
+    if plan.memory is Memory.PACKED:
+        peak = packed_peak(plan.routes, plan.footprint.source, plan.donate)
+    else:
+        peak = _shard_peak(plan)
+    if (peak != plan.footprint.peak).any():
+        device = int(np.argmax(peak != plan.footprint.peak))
+        raise CheckError(
+            f"device {device} holds up to {int(peak[device])} bytes, not {int(plan.footprint.peak[device])}"
+        )
+    if plan.peak_extra_bytes > plan.budget:
+        raise CheckError(f"a device holds {plan.peak_extra_bytes} bytes above its base; the budget is {plan.budget}")
+
+
+def _shard_peak(plan: Plan) -> Ints:
+    """The most bytes alive when targets of a stage are made before its sources go."""
+    n = plan.num_devices
+    live = np.zeros(n, np.int64)
+    for move in plan.moves:
+        live += _elements(move.source, n) * move.tensor.itemsize
+    peak = live.copy()
+    for stage in plan.stages:
+        made, gone = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        for move in (plan.moves[k] for k in stage):
+            new, old = _elements(move.target, n), _elements(move.source, n)
+            new[move.kept] = old[move.kept] = 0
+            made += new * move.tensor.itemsize
+            gone += old * move.tensor.itemsize
+        live = live + made
+        peak = np.maximum(peak, live)
+        if plan.donate:
+            live = live - gone
+    return peak
+
+
+def _elements(tiling: Tiling, devices: int) -> Ints:
+    return sums(tiling.holder, tiling.region.volumes, devices)
+
+
+def _with_device(device: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
+    """Boxes with the device as a first dim."""
+    return np.concatenate([device[:, None], lo], axis=1), np.concatenate([device[:, None] + 1, hi], axis=1)
