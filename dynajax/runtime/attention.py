@@ -26,6 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dynajax.errors import LayoutError
 from dynajax.models import Attention, attention_mask
+from dynajax.runtime.ambient import ambient_mesh
 
 BLOCK = 512
 """Tokens in a tile, at most."""
@@ -60,8 +61,8 @@ class _Softmax(NamedTuple):
 def ring_attention(mesh: Mesh, axis: str = "cp", block: int = BLOCK) -> Attention:
     """Attention over rows whose tokens are cut along ``axis``; takes the place of ``packed_attention``.
 
-    Batch and heads may be cut along other axes of the mesh; the compiler sees to them. Inside a
-    ``shard_map`` that is manual over ``axis`` already the arrays are taken as this device's part.
+    Batch and heads may be cut along other axes of the mesh; the compiler sees to them. It may be called
+    inside a ``shard_map`` over ``mesh`` that is manual over other axes, such as a pipeline.
 
     Args:
         mesh: what the arrays are cut over.
@@ -71,17 +72,17 @@ def ring_attention(mesh: Mesh, axis: str = "cp", block: int = BLOCK) -> Attentio
     size = dict(mesh.shape)[axis]
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        body = partial(_tiled_ring, axis=axis, block=block)
-        if axis in jax.sharding.get_abstract_mesh().manual_axes:
-            return body(q, k, v, segment_ids, positions)
         if q.shape[1] % size:
             raise LayoutError(
                 f"a row of {q.shape[1]} tokens does not divide over {axis} = {size}; "
                 f"arrange the batch in an order of dynajax.runtime.order first, which pads it"
             )
         rows = PartitionSpec(None, axis)
+        body = partial(_tiled_ring, axis=axis, block=block)
         # Whether a value differs between devices is not tracked here: custom gradients cannot say it.
-        ring = jax.shard_map(body, mesh=mesh, in_specs=(rows,) * 5, out_specs=rows, axis_names={axis}, check_vma=False)
+        ring = jax.shard_map(
+            body, mesh=ambient_mesh(mesh), in_specs=(rows,) * 5, out_specs=rows, axis_names={axis}, check_vma=False
+        )
         return ring(q, k, v, segment_ids, positions)
 
     return attention

@@ -1,9 +1,9 @@
 """A pass of micro-batches through stacked layers that are cut over pipeline stages, as one SPMD program.
 
 Every device runs the same scan over the ticks of a ``Timetable``; in a tick it runs one run of its layers
-on what its neighbour handed on in the tick before. The scan is manual over pp and cp alone, so that
-inside a layer the compiler goes on cutting batch, heads and the rest along the other axes. The backward
-pass is the transposed scan: the same pipeline, run from its end.
+on what its neighbour handed on in the tick before. The scan is manual over pp alone, so that inside a
+layer the compiler goes on cutting batch, tokens and heads along the other axes. The backward pass is
+the transposed scan: the same pipeline, run from its end.
 
 Memory. A tick keeps nothing but its input; its activations are computed again in the backward
 pass. With ``remat`` the same holds for each layer within a tick. Micro-batches wait whole on every stage.
@@ -31,9 +31,6 @@ from dynajax.runtime.timetable import Timetable, layer_order
 Layer = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 """``layer(params, x, rows) -> (x, sums)``: one layer on one micro-batch; ``sums`` are sums over its tokens."""
 
-MANUAL_AXES = ("pp", "cp")
-"""Mesh axes along which a layer in a pipeline sees its own part alone."""
-
 
 def pipeline_blocks(
     layer: Layer, layers: int, stack: Any, x: jax.Array, rows: Any, mesh: Mesh, *, chunks: int = 1, remat: bool = False
@@ -41,12 +38,12 @@ def pipeline_blocks(
     """Run ``layers`` layers, one after the other, on every micro-batch.
 
     Args:
-        layer: runs one layer; in a pipeline it sees its part of the tokens along cp and may use that axis.
+        layer: runs one layer, on arrays that are whole but for pp.
         layers: how many there are.
         stack: parameters; leaves (places, ...) in the order of ``layer_order(layers, pp, chunks)``, cut along pp.
         x: (microbatches, batch, seq, embed).
         rows: pytree with leaves (microbatches, batch, seq), what a layer is told of each token.
-        mesh: with the axes pp and cp.
+        mesh: with the axis pp.
         chunks: runs of layers a pipeline stage has; more than 1 interleaves.
         remat: compute each layer again in the backward pass, not only each tick.
 
@@ -59,13 +56,13 @@ def pipeline_blocks(
     run = _Run(layer, Timetable(pp, chunks, x.shape[0]), real, remat, x.dtype)
     if pp == 1:
         return run.all_ticks(stack, x, rows, 0)
-    tokens, stages = PartitionSpec(None, None, "cp"), PartitionSpec("pp")
+    whole, stages = PartitionSpec(), PartitionSpec("pp")
     mapped = jax.shard_map(
         run.on_stage,
         mesh=mesh,
-        in_specs=(stages, tokens, tokens),
-        out_specs=(tokens, stages),
-        axis_names=set(MANUAL_AXES),
+        in_specs=(stages, whole, whole),
+        out_specs=(whole, stages),
+        axis_names={"pp"},
         check_vma=False,
     )
     # Arrays that all stages share cross the border as float32: their sums over stages, forth and back, have one term
@@ -88,7 +85,7 @@ class _Run:
         """The part of one pipeline stage, inside ``shard_map``."""
         out, sums = self.all_ticks(stack, x.astype(self.dtype), rows, lax.axis_index("pp"))
         # Only the last stage has written to its output: the sum hands it to all, who share the work of the head.
-        return lax.psum(out.astype(jnp.float32), "pp"), lax.psum(sums, "cp")
+        return lax.psum(out.astype(jnp.float32), "pp"), sums
 
     def all_ticks(self, stack: Any, x: jax.Array, rows: Any, stage: Any) -> tuple[jax.Array, Any]:
         """Scan over the ticks; the output is zeros on all stages but the last."""

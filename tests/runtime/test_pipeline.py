@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from packed_rows import assert_close
+from packed_rows import assert_close, tokens_of
 
 from dynajax.meshes import Strategy
-from dynajax.runtime import layer_order, pipeline_blocks
+from dynajax.models import packed_attention
+from dynajax.runtime import layer_order, pipeline_blocks, ring_attention
 
 BATCH, SEQ, EMBED = 4, 6, 8
 STRATEGIES = [
@@ -105,3 +106,31 @@ def test_a_tick_keeps_its_input_alone():
     # Eight more layers are four more on a stage: their inputs are kept for one tick, not for all nine.
     inputs_of_one_tick = 4 * x[0].nbytes
     assert bytes_kept(16) - bytes_kept(8) < 3 * inputs_of_one_tick
+
+
+def test_a_layer_in_a_pipeline_may_attend_round_the_ring():
+    mesh = Strategy.parse("pp2.cp2.tp2").mesh(jax.devices()[:8])
+    rng = np.random.default_rng(0)
+    stack = (rng.normal(size=(3, EMBED, 2, 4)) * 0.2).astype(np.float32)
+    x = rng.normal(size=(2, BATCH, SEQ, EMBED)).astype(np.float32)
+    rows = jax.tree.map(lambda r: np.stack([r, r]), tokens_of([[4, 2], [6], [], [1, 1, 1]], SEQ))
+
+    def loss(attention, run):
+        def layer(w, x, rows):
+            heads = jnp.einsum("bse,ehd->bshd", x, w)
+            return x + jnp.einsum("bshd,ehd->bse", attention(heads, heads, heads, *rows), w), None
+
+        return lambda stack, x: jnp.sum(run(layer, stack, x) ** 3)
+
+    def plain(layer, stack, x):
+        for w in stack:
+            x = jax.vmap(lambda w, x, rows: layer(w, x, rows)[0], (None, 0, 0))(w, x, rows)
+        return x
+
+    order = layer_order(3, 2)
+    ring = loss(ring_attention(mesh), lambda layer, s, x: pipeline_blocks(layer, 3, s, x, rows, mesh)[0])
+    places = np.where((order >= 0)[:, None, None, None], stack[order], 0)
+    placed = jax.device_put(places, NamedSharding(mesh, PartitionSpec("pp", None, "tp")))
+    value, grad = jax.jit(jax.value_and_grad(ring))(placed, x)
+    want, d_stack = jax.value_and_grad(loss(packed_attention, plain))(stack, x)
+    assert_close((value, np.asarray(grad)[order >= 0]), (want, d_stack))
