@@ -178,15 +178,18 @@ class Assignment:
     def _recount(self, bins: Ints) -> None:
         """Sums and ends of ``bins`` after their items changed."""
         problem = self._problem
-        for index in bins.tolist():
-            items = np.flatnonzero(self.bins == index)
-            times = problem.times[problem.kind[index], items]
-            top = np.sort(times)[-2:]
-            self._load[index] = times.sum()
-            self._longest[index] = top[-1] if top.size else 0.0
-            self._second[index] = top[0] if top.size == 2 else 0.0
-            self._tokens[index] = problem.tokens[items].sum()
-            self._items[index] = items.size
+        slot_of = np.full(self.done.size, -1)
+        slot_of[bins] = np.arange(bins.size)
+        items = np.flatnonzero(slot_of[self.bins] >= 0)
+        slots, times = slot_of[self.bins[items]], problem.times[problem.kind[self.bins[items]], items]
+        ranked = np.concatenate([[0.0, 0.0], times[np.lexsort((times, slots))]])
+        held = np.bincount(slots, minlength=bins.size)
+        last = held.cumsum() + 1  # in ranked
+        self._items[bins] = held
+        self._load[bins] = np.bincount(slots, times, bins.size)
+        self._tokens[bins] = np.bincount(slots, problem.tokens[items], bins.size)
+        self._longest[bins] = np.where(held > 0, ranked[last], 0.0)
+        self._second[bins] = np.where(held > 1, ranked[last - 1], 0.0)
         self.done[bins] = problem.finish(
             bins, self._load[bins], self._longest[bins], self._tokens[bins], self._items[bins]
         )

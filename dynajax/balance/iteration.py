@@ -119,6 +119,19 @@ class Candidate:
         return max(cost.pp for cost in self.kinds)
 
 
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """What every candidate would make of a batch; infinite where it does not hold a sequence.
+
+    Attributes:
+        ms: float64 (candidates,), when it ends.
+        work_ms: float64 (candidates,), the lower bound of all work: below ``ms``, there is slack.
+    """
+
+    ms: Floats
+    work_ms: Floats
+
+
 class Planner:
     """Plans iterations over a fixed set of candidates.
 
@@ -158,12 +171,7 @@ class Planner:
         """
         tokens = np.asarray(lengths, np.int64).reshape(-1)
         self._check(tokens, only)
-        ranked = -np.sort(-tokens)
-        bounds = {
-            index: bound.candidate(ranked, c.kinds, np.bincount(c.kind))
-            for index, c in enumerate(self.candidates)
-            if only in (None, index)
-        }
+        bounds = self._bounds(tokens, only)
         considered = [Considered(bounds[i].ms if i in bounds else np.inf) for i in range(len(self.candidates))]
         best, chosen = _Shared(np.inf, np.empty(0, np.int64)), -1
         for index in sorted(bounds, key=lambda i: (bounds[i].ms, self.candidates[i].stages, bounds[i].work_ms)):
@@ -173,6 +181,30 @@ class Planner:
             considered[index] = replace(considered[index], ms=shared.ms)
             best, chosen = (shared, index) if shared.ms < best.ms else (best, chosen)
         return _written(tokens, self.candidates[chosen], chosen, best.bins, tuple(considered), self.options)
+
+    def prices(self, lengths: ArrayLike, near: float) -> Prices:
+        """What every candidate would make of sequences of ``lengths`` tokens, by dispatch without packing.
+
+        Candidates whose bound is above (1 + near) times the best end are priced by their bound.
+        """
+        tokens = np.asarray(lengths, np.int64).reshape(-1)
+        bounds = self._bounds(tokens, None)
+        ends = np.array([bounds[index].ms for index in range(len(self.candidates))])
+        best = np.inf
+        for index in np.argsort(ends, kind="stable").tolist():
+            if bounds[index].ms > best * (1 + near):
+                break
+            ends[index] = _dispatched(tokens, self.candidates[index], self.options).done.max()
+            best = min(best, ends[index])
+        return Prices(ends, np.array([bounds[index].work_ms for index in range(len(self.candidates))]))
+
+    def _bounds(self, tokens: Ints, only: int | None) -> dict[int, bound.CandidateBound]:
+        ranked = -np.sort(-tokens)
+        return {
+            index: bound.candidate(ranked, c.kinds, np.bincount(c.kind))
+            for index, c in enumerate(self.candidates)
+            if only in (None, index)
+        }
 
     def _check(self, tokens: Ints, only: int | None) -> None:
         if tokens.size and tokens.min() < 1:
@@ -209,15 +241,20 @@ class _Shared:
     bins: Ints
 
 
-def _share_out(tokens: Ints, candidate: Candidate, options: PlanOptions, limit: float) -> _Shared:
-    """A good plan of ``candidate``, searched further only if it soon ends before ``limit``."""
+def _dispatched(tokens: Ints, candidate: Candidate, options: PlanOptions) -> Assignment:
+    segments = options.filling.max_segments
     kind = np.array(candidate.kind)
-    found = assign(tokens, candidate.kinds, kind, max_segments=options.filling.max_segments, may_idle=options.may_idle)
+    return assign(tokens, candidate.kinds, kind, max_segments=segments, may_idle=options.may_idle)
+
+
+def _share_out(tokens: Ints, candidate: Candidate, options: PlanOptions, limit: float) -> _Shared:
+    """A good plan of ``candidate``, given up (infinite) or not searched further if it does not end by ``limit``."""
+    found = _dispatched(tokens, candidate, options)
     if found.done.max() > limit * _ESTIMATED:
         return _Shared(np.inf, found.bins)
 
     def end(index: int, items: Ints) -> float:
-        return fill_ms(tokens[items].tolist(), candidate.kinds[kind[index]], options.filling)
+        return fill_ms(tokens[items].tolist(), candidate.kinds[candidate.kind[index]], options.filling)
 
     ms = np.array([end(index, items) for index, items in enumerate(found.members())])
     for _ in range(_ROUNDS):
