@@ -42,6 +42,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dynajax as dj
 from dynajax.bytesize import format_bytes
+from dynajax.engine import prepare_reshard
 
 P = PartitionSpec
 Tree = list[jax.Array]
@@ -94,7 +95,9 @@ def _dynajax(tree: Tree, case: Case, plan: Any) -> Tree:
 
 
 def _plan(tree: Tree, case: Case) -> Any:
-    return dj.plan_reshard(tree, case.target, budget=BUDGET, donate=True)
+    plan = dj.plan_reshard(tree, case.target, budget=BUDGET, donate=True)
+    prepare_reshard(tree, case.target, plan=plan)
+    return plan
 
 
 def _device_put(tree: Tree, case: Case, _: Any) -> Tree:
@@ -103,8 +106,7 @@ def _device_put(tree: Tree, case: Case, _: Any) -> Tree:
 
 
 def _same_devices(case: Case) -> bool:
-    a, b = case.source.mesh.devices, case.target.mesh.devices
-    return a.size == b.size and bool((a.ravel() == b.ravel()).all())
+    return list(case.source.mesh.devices.flat) == list(case.target.mesh.devices.flat)  # pyright: ignore
 
 
 def _compiled_identity(tree: Tree, case: Case) -> Any:

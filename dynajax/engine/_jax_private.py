@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import core
 from jax._src.array import ArrayImpl
@@ -64,3 +65,10 @@ class Disowner:
 def physical(array: jax.Array) -> jax.Array:
     """The array of machine numbers that a typed PRNG key array wraps; any other array is its own."""
     return getattr(array, "_base_array", array)
+
+
+def physical_element(dtype: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Machine dtype and trailing dims of one element: ``(uint32, (2,))`` for a threefry key, no dims for numbers."""
+    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return np.dtype(dtype), ()
+    return np.dtype(np.uint32), tuple(dtype._impl.key_shape)

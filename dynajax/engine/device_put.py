@@ -35,6 +35,9 @@ class DevicePut:
                     _compare(leaf, moved[-1])
         return moved
 
+    def prepare(self, stage: Sequence[tuple[Move, Leaf]]) -> None:
+        """See ``Transport.prepare``."""
+
     def close(self) -> None:
         """See ``Transport.close``."""
 

@@ -61,7 +61,8 @@ def array_tiling(sharding: Sharding, shape: tuple[int, ...], places: Places) -> 
         if getattr(sharding.spec, "unreduced", None):
             raise LayoutError(f"{sharding.spec} has unreduced axes: sum them before the move")
         numbers = places.numbers(sharding)
-        return named_tiling(sharding, shape, np.asarray([numbers[d] for d in sharding.mesh.devices.flat], np.int64))
+        devices = np.asarray(sharding.mesh.devices).flat
+        return named_tiling(sharding, shape, np.asarray([numbers[d] for d in devices], np.int64))
     numbers = places.numbers(sharding)
     try:
         slices = sharding.devices_indices_map(shape)

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.core import Tracer
 
 from dynajax.bytesize import parse_bytes
 from dynajax.engine.check import check_replicas
@@ -37,6 +39,28 @@ def plan_reshard(tree: Any, shardings: Any, *, budget: int | str = DEFAULT_BUDGE
     """
     leaves, _, _ = read_tree(tree, shardings)
     return _plan(leaves, _places(leaves), parse_bytes(budget), donate)
+
+
+def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan) -> None:
+    """Compile what ``reshard`` with this plan will need, so that it compiles nothing; may run in a thread of its own.
+
+    Args:
+        tree, shardings: as for ``plan_reshard``; no data is needed.
+        plan: what ``plan_reshard`` made of them.
+
+    Raises:
+        TargetError: the plan is for another state or other targets.
+    """
+    leaves, _, _ = read_tree(tree, shardings)
+    unique, _ = _without_repeats(leaves)
+    places = _places(leaves)
+    _checked(plan, unique, places)
+    transport = _transport(places, Stopwatch())
+    try:
+        for stage in plan.stages:
+            transport.prepare([(plan.moves[k], unique[k]) for k in stage])
+    finally:
+        transport.close()
 
 
 def reshard(
@@ -108,15 +132,16 @@ def _checked(plan: Plan, leaves: list[Leaf], places: Places) -> Plan:
 def _run(
     plan: Plan, leaves: list[Leaf], places: Places, watch: Stopwatch, check: bool
 ) -> tuple[dict[int, jax.Array], int]:
-    transport: Transport = SharedMemory(places, watch) if _share_memory(places) else DevicePut(watch)
+    transport = _transport(places, watch)
     try:
         return execute(plan, leaves, transport, watch, check)
     finally:
         transport.close()
 
 
-def _share_memory(places: Places) -> bool:
-    return all(device.platform == "cpu" for device, _ in places.places)
+def _transport(places: Places, watch: Stopwatch) -> Transport:
+    share_memory = all(device.platform == "cpu" for device, _ in places.places)
+    return SharedMemory(places, watch) if share_memory else DevicePut(watch)
 
 
 def _places(leaves: Iterable[Leaf]) -> Places:
@@ -126,7 +151,7 @@ def _places(leaves: Iterable[Leaf]) -> Places:
 def _refuse_unusable(leaves: list[Leaf]) -> None:
     for leaf in leaves:
         path, array = leaf.tensor.path, leaf.array
-        if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        if not isinstance(array, jax.Array) or isinstance(array, Tracer):
             raise TargetError(f"{path}: the leaf is a {type(array).__name__} without data; give the array itself")
         if array.is_deleted():
             raise TargetError(f"{path}: the array was deleted or donated; give the state that the last step returned")
@@ -156,13 +181,13 @@ def _identity(array: Any) -> object:
     if not isinstance(array, jax.Array) or array.is_deleted() or not array.size or not array.is_fully_addressable:
         return id(array)
     shard = array.addressable_shards[0].data
-    if isinstance(shard, jax.Array) and shard.device.platform == "cpu" and not _is_key(array):
+    if not _is_key(array) and next(iter(shard.devices())).platform == "cpu":
         return shard.unsafe_buffer_pointer(), array.shape, array.dtype
     return id(array)
 
 
 def _is_key(array: jax.Array) -> bool:
-    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def _copies_of(

@@ -1,8 +1,9 @@
 """Move by copies in shared memory: all CPU devices of a process live in one address space.
 
-Target shards of a leaf lie side by side in one aligned slab, are filled by strided copies from where
-the source shards lie, and become arrays without a further copy. Elements travel as raw words, so that
-no bit pattern can change.
+Target shards are filled by strided copies from where the source shards lie, and become arrays without
+a further copy. Large ones lie in memory that XLA owns, so that the next step can donate them; small
+ones of a leaf lie side by side in one aligned slab of numpy. Elements travel as raw words, so that no
+bit pattern can change.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynajax.engine import _jax_private as private
-from dynajax.engine.places import Places
+from dynajax.engine import uninitialised
+from dynajax.engine.places import Places, memory_kind
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.tree import Leaf
 from dynajax.errors import CheckError
@@ -29,10 +32,12 @@ from dynajax.vps.buffer import view
 _ALIGNMENT = 64
 _THREADS = 2
 _BATCH_BYTES = 1 << 22
+_WORTH_A_CALL = 1 << 15
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 Words = NDArray[Any]
 Copy = tuple[Words, Words]
+_T = TypeVar("_T", bound="_Outline")
 
 
 class Transport(Protocol):
@@ -47,6 +52,10 @@ class Transport(Protocol):
                 the target needs an alias of its own.
             check: compare every copied piece with its source.
         """
+        ...
+
+    def prepare(self, stage: Sequence[tuple[Move, Leaf]]) -> None:
+        """Compile what ``run`` will need; leaves may be without data."""
         ...
 
     def close(self) -> None:
@@ -66,6 +75,10 @@ class SharedMemory:
         """See ``Transport.run``."""
         with self._watch.phase("group"):
             fills = [_Fill(move, leaf, self._places) for move, leaf in stage]
+        self.prepare(stage)
+        with self._watch.phase("group"):
+            for kind, alike in _by_kind(fills).items():
+                _allocate(kind, alike)
             copies = [copy for fill in fills for copy in fill.copies()]
         with self._watch.phase("move"):
             list(self._pool.map(_copy_batch, _batches(copies)))
@@ -76,33 +89,71 @@ class SharedMemory:
         with self._watch.phase("unpack"):
             return [fill.array(share) for fill in fills]
 
+    def prepare(self, stage: Sequence[tuple[Move, Leaf]]) -> None:
+        """See ``Transport.prepare``."""
+        with self._watch.phase("compile"):
+            for kind, alike in _by_kind(_Outline(move, leaf, self._places) for move, leaf in stage).items():
+                if kind.is_owned_by_xla:
+                    for count in uninitialised.batches(len(alike)):
+                        uninitialised.allocator(kind.devices, kind.shape, kind.dtype, count)
+
     def close(self) -> None:
         """See ``Transport.close``."""
         self._pool.shutdown()
 
 
-class _Fill:
-    """One leaf on its way: its source shards as words, and the slab of its target shards."""
+@dataclass(frozen=True)
+class _Kind:
+    """What target shards have to be alike in to be allocated together.
+
+    Attributes:
+        devices: those whose buffer does not stay, in target order.
+        shape, dtype: of one physical shard.
+        in_default_memory: False for shards in a host memory kind.
+    """
+
+    devices: tuple[jax.Device, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    in_default_memory: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one shard."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_owned_by_xla(self) -> bool:
+        """True for shards worth a call of XLA: their memory can be donated by the next step."""
+        large = bool(self.devices) and bool(self.shape) and self.nbytes >= _WORTH_A_CALL
+        return large and self.in_default_memory and not _is_packed(self.dtype)
+
+
+class _Outline:
+    """The target shards of one leaf: on which devices, of what kind, and which of them stay."""
 
     def __init__(self, move: Move, leaf: Leaf, places: Places) -> None:
         self.move, self.leaf = move, leaf
-        self.base = private.physical(leaf.array)
-        number = places.numbers(leaf.array.sharding)
-        self.pieces = {number[s.device]: s.data for s in self.base.addressable_shards}
         self.order = private.device_order(leaf.target)
         self.target_number = places.numbers(leaf.target)
         self.kept = set(move.kept.tolist())
-        self.shape = (*leaf.target.shard_shape(leaf.array.shape), *self.base.shape[leaf.array.ndim :])
-        self.slab = self._allocate()
+        dtype, inner = private.physical_element(leaf.array.dtype)
+        filled = tuple(d for d in self.order if self.target_number[d] not in self.kept)
+        shape = (*leaf.target.shard_shape(leaf.array.shape), *inner)
+        default = all(memory_kind(leaf.target) == d.default_memory().kind for d in filled[:1])
+        self.kind = _Kind(filled, shape, dtype, default)
 
-    def _allocate(self) -> dict[int, Words]:
-        """An aligned flat buffer for each target place whose buffer does not stay."""
-        nbytes = math.prod(self.shape) * self.base.dtype.itemsize
-        room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        filled = [n for n in self.target_number.values() if n not in self.kept]
-        slab = np.empty(room * len(filled) + _ALIGNMENT, np.uint8)
-        start = -slab.ctypes.data % _ALIGNMENT
-        return {n: slab[start + k * room : start + k * room + nbytes] for k, n in enumerate(filled)}
+
+class _Fill(_Outline):
+    """One leaf on its way: its source shards, and the buffers of its target shards."""
+
+    def __init__(self, move: Move, leaf: Leaf, places: Places) -> None:
+        super().__init__(move, leaf, places)
+        self.base = private.physical(leaf.array)
+        number = places.numbers(leaf.array.sharding)
+        self.pieces = {number[s.device]: s.data for s in self.base.addressable_shards}
+        self.slab: dict[int, Words] = {}
+        self.owned: dict[int, jax.Array] = {}
 
     def copies(self) -> list[Copy]:
         """``(to, from)`` views of every box to copy."""
@@ -127,8 +178,10 @@ class _Fill:
         buffers: list[Any] = []
         for device in self.order:
             number = self.target_number[device]
-            if number not in self.kept:
-                buffers.append(self.slab[number].view(self.base.dtype).reshape(self.shape))
+            if number in self.owned:
+                buffers.append(self.owned[number])
+            elif number not in self.kept:
+                buffers.append(self.slab[number].view(self.base.dtype).reshape(self.kind.shape))
             else:
                 piece = self.pieces[number]
                 buffers.append(piece if share else np.asarray(piece))
@@ -136,6 +189,29 @@ class _Fill:
         if self.base is self.leaf.array:
             return made
         return jax.random.wrap_key_data(made, impl=jax.random.key_impl(self.leaf.array))
+
+
+def _by_kind(outlines: Iterable[_T]) -> dict[_Kind, list[_T]]:
+    groups: dict[_Kind, list[_T]] = {}
+    for outline in outlines:
+        groups.setdefault(outline.kind, []).append(outline)
+    return groups
+
+
+def _allocate(kind: _Kind, fills: list[_Fill]) -> None:
+    """Give the fills their target buffers: XLA's own where shards are large, else slabs of numpy."""
+    if kind.is_owned_by_xla:
+        made = uninitialised.allocate(kind.devices, kind.shape, kind.dtype, len(fills))
+        for fill, shards in zip(fills, made, strict=True):
+            fill.owned = {fill.target_number[d]: shard for d, shard in shards.items()}
+            fill.slab = {n: _bytes_of(shard) for n, shard in fill.owned.items()}
+        return
+    room = -(-kind.nbytes // _ALIGNMENT) * _ALIGNMENT
+    for fill in fills:
+        slab = np.empty(room * len(kind.devices) + _ALIGNMENT, np.uint8)
+        start = -slab.ctypes.data % _ALIGNMENT
+        for k, device in enumerate(kind.devices):
+            fill.slab[fill.target_number[device]] = slab[start + k * room : start + k * room + kind.nbytes]
 
 
 class _Memory:
@@ -165,10 +241,9 @@ def _bytes_of(piece: jax.Array) -> Words:
 
 
 def _is_packed(dtype: Any) -> bool:
-    kind = (
-        jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else None
-    )
-    return kind is not None and kind(dtype).bits < 8
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits < 8
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8
 
 
 def _word(itemsize: int) -> np.dtype[Any]:

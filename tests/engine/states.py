@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,11 @@ def mesh(name: str) -> Any:
 
 def specs() -> dict[str, Any]:
     """PartitionSpecs of the leaves of ``host_state``."""
-    matrix, vector = P("fsdp", "tp"), P("tp")
+    matrix, vector, none = P("fsdp", "tp"), P("tp"), cast(Any, P())
     adam = {"w": matrix, "b": vector}
     return {
         "params": {"w": matrix, "b": vector},
-        "opt": (optax.EmptyState(), optax.ScaleByAdamState(count=P(), mu=adam, nu=adam)),
+        "opt": (optax.EmptyState(), optax.ScaleByAdamState(count=none, mu=adam, nu=adam)),
         "half": P(("fsdp", "tp")),
         "nan8": P("tp", "fsdp"),
         "nan16": P("tp"),

@@ -1,0 +1,121 @@
+"""Arrays whose memory XLA owns and nobody has written yet.
+
+A target shard that lies in numpy's memory cannot be donated in place: the first step after a move would need its
+state twice. ``jax.numpy.empty`` writes zeros first, which costs as much as the copy itself. So the buffers come out of
+a program with one custom call that does nothing. The call follows XLA's foreign function interface
+(``xla/ffi/api/c_api.h``, which jaxlib ships), written down here with ctypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_TARGET = "dynajax_uninitialised"
+_METADATA_EXTENSION = 1
+_API_VERSION = (0, 3)
+_MOST_PER_CALL = 16
+
+
+class _Extension(ctypes.Structure):
+    """XLA_FFI_Extension_Base."""
+
+
+_Extension._fields_ = [
+    ("struct_size", ctypes.c_size_t),
+    ("type", ctypes.c_int),
+    ("next", ctypes.POINTER(_Extension)),
+]
+
+
+class _ApiVersion(ctypes.Structure):
+    """XLA_FFI_Api_Version."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.POINTER(_Extension)),
+        ("major_version", ctypes.c_int),
+        ("minor_version", ctypes.c_int),
+    )
+
+
+class _Metadata(ctypes.Structure):
+    """XLA_FFI_Metadata, as far as it is written here."""
+
+    _fields_ = (("struct_size", ctypes.c_size_t), ("api_version", _ApiVersion), ("traits", ctypes.c_uint32))
+
+
+class _MetadataExtension(ctypes.Structure):
+    """XLA_FFI_Metadata_Extension."""
+
+    _fields_ = (("base", _Extension), ("metadata", ctypes.POINTER(_Metadata)))
+
+
+class _CallFrame(ctypes.Structure):
+    """XLA_FFI_CallFrame, as far as it is read here."""
+
+    _fields_ = (("struct_size", ctypes.c_size_t), ("extension_start", ctypes.POINTER(_Extension)))
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))
+def _do_nothing(frame: Any) -> None:
+    """Answer XLA's question for the interface version; leave the outputs as they were allocated."""
+    extension = frame.contents.extension_start
+    if extension and extension.contents.type == _METADATA_EXTENSION:
+        metadata = ctypes.cast(extension, ctypes.POINTER(_MetadataExtension)).contents.metadata.contents
+        metadata.api_version.major_version, metadata.api_version.minor_version = _API_VERSION
+
+
+@functools.cache
+def _register() -> None:
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    handler = capsule(ctypes.cast(_do_nothing, ctypes.c_void_p), b"xla._CUSTOM_CALL_TARGET", None)
+    jax.ffi.register_ffi_target(_TARGET, handler, platform="cpu")
+
+
+@functools.lru_cache(maxsize=1024)
+def allocator(devices: tuple[jax.Device, ...], shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> Any:
+    """A compiled program without arguments that returns ``count`` arrays, each with a shard of ``shape`` a device.
+
+    Args:
+        devices: CPU devices.
+        shape: of one shard; at least one dim, along whose first the arrays are cut.
+        dtype: of at least a byte an element.
+        count: how many arrays a call makes.
+    """
+    _register()
+    mesh = Mesh(np.asarray(devices, dtype=object), ("device",))
+    shard = jax.ShapeDtypeStruct(shape, dtype)
+    spec = PartitionSpec("device")
+    program = jax.shard_map(
+        lambda: [jax.ffi.ffi_call(_TARGET, shard)() for _ in range(count)],
+        mesh=mesh,
+        in_specs=(),
+        out_specs=spec,
+        check_vma=False,
+    )
+    return jax.jit(program, out_shardings=NamedSharding(mesh, spec)).lower().compile()
+
+
+def batches(count: int) -> list[int]:
+    """How many arrays each call makes, ``count`` in all: powers of two, so that few programs serve every count."""
+    most, left = divmod(count, _MOST_PER_CALL)
+    return [_MOST_PER_CALL] * most + [1 << k for k in range(left.bit_length()) if left >> k & 1]
+
+
+def allocate(
+    devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: np.dtype[Any], count: int
+) -> list[dict[jax.Device, jax.Array]]:
+    """``count`` times one unwritten array of ``shape`` on each of the CPU ``devices``."""
+    programs = [allocator(tuple(devices), shape, dtype, n) for n in batches(count)]
+    # Waited for with the interpreter's lock let go, which the custom call needs: asking an unfinished array for its
+    # address would wait with the lock held, and for ever.
+    arrays = [a for program in programs for a in jax.block_until_ready(program())]
+    return [{shard.device: shard.data for shard in array.addressable_shards} for array in arrays]
