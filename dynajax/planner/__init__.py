@@ -5,6 +5,8 @@ from dynajax.planner.build import build_plan as build_plan
 from dynajax.planner.memory import Memory as Memory
 from dynajax.planner.plan import Move as Move
 from dynajax.planner.plan import Plan as Plan
+from dynajax.planner.roles import assign_roles as assign_roles
+from dynajax.planner.roles import renumbered as renumbered
 from dynajax.planner.route import Copies as Copies
 from dynajax.planner.route import Route as Route
 from dynajax.planner.virtual import verify as verify

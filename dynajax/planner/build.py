@@ -9,8 +9,7 @@ import numpy as np
 from dynajax.errors import LayoutError
 from dynajax.meshes import Topology
 from dynajax.planner.diff import diff, unchanged_devices
-from dynajax.planner.ledger import packed_peak
-from dynajax.planner.memory import Buffers, Footprint, Memory, plan_stages
+from dynajax.planner.memory import Buffers, Memory, plan_stages
 from dynajax.planner.packed import pack_stages
 from dynajax.planner.plan import Move, Plan, distinct_routes
 from dynajax.planner.sources import Geometry, choose_sources
@@ -68,7 +67,7 @@ def _packed(
 ) -> Plan:
     """The plan with its pieces cut and staged; a stage is the tensors that have a piece in it."""
     routes = distinct_routes(moves)
-    staged = pack_stages(routes, source, target, budget, donate)
+    staged, footprint = pack_stages(routes, source, target, budget, donate)
     of_route = {id(route): k for k, (route, _) in enumerate(routes)}
     members: list[list[int]] = [[] for _ in routes]
     for k, move in enumerate(moves):
@@ -80,8 +79,6 @@ def _packed(
         stages += [set() for _ in range(int(present[-1]) + 1 - len(stages))]
         for s in present.tolist():
             stages[s].update(rows)
-    peak = packed_peak([(r, itemsize) for r, (_, itemsize) in zip(staged, routes, strict=True)], source, donate)
-    footprint = Footprint(source, target, peak)
     return Plan(moves, tuple(tuple(sorted(s)) for s in stages), budget, donate, footprint, Memory.PACKED, topology)
 
 

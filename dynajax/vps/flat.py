@@ -1,14 +1,16 @@
 """Flat layouts: optimizer state as ZeRO-1 cuts it, over data-parallel ranks and across tensor borders.
 
 Each model-parallel rank lays its shards end to end in a bucket, layer by layer, and the ranks that
-would otherwise hold copies of the bucket take equal slices of it. A slice is a run of whole layers
-and an incomplete one at either end, so it is a few boxes of each tensor (Rajbhandari et al., 2020).
-Experts fold over the devices of a pipeline stage in their own way and have a bucket of their own.
+would otherwise hold copies of the bucket take equal slices of it (Rajbhandari et al., 2020). What a
+slice has of a tensor is one run of that tensor's elements, so it is a few boxes. Experts fold over the
+devices of a pipeline stage in their own way and have a bucket of their own.
+
+The order inside a layer is that of published systems (Shoeybi et al., Megatron-LM, 2019): kernels as they
+run, each with its output dim slowest, those alike side by side (gate with up, k with v) taking turns in blocks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +20,12 @@ from dynajax.errors import LayoutError
 from dynajax.meshes import PARAMETER_RULES, Rules, Strategy
 from dynajax.vps import algebra
 from dynajax.vps.region import Ints, Region, concatenate, dense_strides, intervals
-from dynajax.vps.space import Space
+from dynajax.vps.space import Space, Tensor
 from dynajax.vps.spec import Fold, cut_boxes, fold, is_expert
 from dynajax.vps.tiling import Layout, Tiling
+
+BLOCKS = 8
+"""Blocks in which tensors of a layer that are alike take turns, so that each rank has its share of all of them."""
 
 
 def flat_layout(
@@ -33,8 +38,9 @@ def flat_layout(
 ) -> Layout:
     """The layout of optimizer state under a strategy of one pipeline: every element on one data-parallel rank.
 
-    Within a bucket come tensors without layers that belong to the first pipeline stage, then the layers in order
-    with the tensors of each in path order, then tensors without layers that belong to the last stage.
+    Within a bucket come tensors without layers that belong to the first pipeline stage, then the layers in order,
+    then tensors without layers that belong to the last stage. Within each of these come modules in path order, and in
+    a module the kernels that read the residual stream before those that write to it.
 
     Args:
         space: tensors to place.
@@ -50,27 +56,51 @@ def flat_layout(
     axes = {t.path: tuple(logical_axes.get(t.path, ())) for t in space}
     tilings: dict[str, Tiling] = {}
     for experts in (False, True):
-        tensors = [t for t in space if is_expert(axes[t.path]) == experts]
+        tensors = sorted(
+            (t for t in space if is_expert(axes[t.path]) == experts), key=lambda t: _turn(t.path, axes[t.path])
+        )
         if tensors:
             place = fold(strategy, experts, devices)
-            shards = [_shards(place, t.shape, axes[t.path], rules, t.path in last) for t in tensors]
+            shards = [_shards(place, t, axes[t.path], rules, t.path in last) for t in tensors]
             tilings |= zip((t.path for t in tensors), _tilings(place, shards), strict=True)
     return Layout(space, tuple(tilings[t.path] for t in space))
 
 
+def _turn(path: str, axes: Sequence[str | None]) -> tuple[str, bool, str]:
+    """Sorts tensors in the order in which they run."""
+    return path.rpartition("[")[0], _writes(axes), path
+
+
+def _writes(axes: Sequence[str | None]) -> bool:
+    """True for a kernel whose output is the residual stream."""
+    return len(axes) > 1 and axes[-1] == "embed" and axes[-2] not in (None, "layers", "vocab")
+
+
+def _storage_order(axes: Sequence[str | None], rank: int) -> tuple[int, ...]:
+    """Dims, the slowest first: layers, experts, outputs, inputs."""
+    outer = [d for name in ("layers", "expert") for d, axis in enumerate(axes) if axis == name]
+    embed = [d for d, axis in enumerate(axes) if axis == "embed"]
+    rest = [d for d in range(rank) if d not in outer and d not in embed]
+    return (*outer, *embed, *rest) if _writes(axes) else (*outer, *rest, *embed)
+
+
 @dataclass(frozen=True, eq=False)
 class _Shards:
-    """One tensor cut over model-parallel ranks; of each layer alone if it has layers.
+    """One tensor cut over model-parallel ranks.
 
     Attributes:
         shape: of the whole tensor.
-        layer_dim: dim that counts layers, −1 if there is none.
+        order: its dims in the order in which a bucket stores them, the slowest first.
+        kind: equal for neighbours that take turns in blocks.
+        layers: how many layers there are; 0 for a tensor without.
         last: a tensor without layers is on the last pipeline stage, not the first.
-        lo, hi: box on each model-parallel rank, without the layer dim, shape (ranks, dims).
+        lo, hi: box on each model-parallel rank, shape (ranks, dims).
     """
 
     shape: tuple[int, ...]
-    layer_dim: int
+    order: tuple[int, ...]
+    kind: object
+    layers: int
     last: bool
     lo: Ints
     hi: Ints
@@ -78,136 +108,115 @@ class _Shards:
     @property
     def volumes(self) -> Ints:
         """Elements on each rank, of one layer if there are layers."""
-        return algebra.volumes(self.lo, self.hi)
+        return algebra.volumes(self.lo, self.hi) // max(self.layers, 1)
 
 
-def _shards(place: Fold, shape: tuple[int, ...], axes: Sequence[str | None], rules: Rules, last: bool) -> _Shards:
-    layer_dim = axes.index("layers") if "layers" in axes else -1
-    lo, hi = cut_boxes(place.model, shape, axes, rules)
-    if layer_dim >= 0:
-        lo, hi = (np.delete(a, layer_dim, axis=1) for a in (lo, hi))
-    return _Shards(shape, layer_dim, last, lo, hi)
+def _shards(place: Fold, tensor: Tensor, axes: Sequence[str | None], rules: Rules, last: bool) -> _Shards:
+    order = _storage_order(axes, len(tensor.shape))
+    layers = tensor.shape[order[0]] if "layers" in axes else 0
+    kind = (tensor.path.rpartition("[")[0], tensor.shape, tuple(axes))
+    return _Shards(tensor.shape, order, kind, layers, last, *cut_boxes(place.model, tensor.shape, axes, rules))
 
 
 def _tilings(place: Fold, shards: Sequence[_Shards]) -> list[Tiling]:
     """Lay the shards end to end on each (pipeline stage, model rank) and cut the buckets over the data ranks."""
-    stages, ranks = place.devices.shape[0], place.devices.shape[2]
-    layers = {s.shape[s.layer_dim] for s in shards if s.layer_dim >= 0}
-    if len(layers) > 1:
-        raise LayoutError(f"a bucket of stacks of {sorted(layers)} layers has no order; give stacks of one height")
-    first_layer = np.arange(stages + 1) * max(layers, default=0) // stages
-    start, total = _positions(shards, stages, ranks, first_layer)
-    slices = place.devices.shape[1]
-    cuts = np.arange(slices + 1) * total[..., None] // slices
-    return [_slices(place, s, a, cuts) for s, a in zip(shards, start, strict=True)]
+    stages, slices, _ = place.devices.shape
+    heights = {s.layers for s in shards if s.layers}
+    if len(heights) > 1:
+        raise LayoutError(f"a bucket of stacks of {sorted(heights)} layers has no order; give stacks of one height")
+    first_layer = np.arange(stages + 1) * max(heights, default=0) // stages
+    parts = _Parts.of(shards, first_layer, stages)
+    cuts = np.arange(slices + 1) * parts.total[..., None] // slices
+    return [_tiling(place, s, first_layer, parts.before(k, cuts)) for k, s in enumerate(shards)]
 
 
-def _positions(shards: Sequence[_Shards], stages: int, ranks: int, first_layer: Ints) -> tuple[list[Ints], Ints]:
-    """Where each shard begins in its bucket, shape (copies, ranks) with one copy a layer, and the bucket sizes.
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """What lies where in the buckets: tensors without layers at the head, the layers, the others at the tail.
 
-    A tensor without layers has one copy. Sizes have the shape (stages, ranks).
+    Attributes:
+        shards: all tensors.
+        volumes: elements on each rank, of one layer if there are layers, shape (tensors, ranks).
+        head, layers, tail: elements of the three parts, shape (stages, ranks).
     """
-    zero = np.zeros(ranks, np.int64)
-    head = sum((s.volumes for s in shards if s.layer_dim < 0 and not s.last), zero)
-    tail = sum((s.volumes for s in shards if s.layer_dim < 0 and s.last), zero)
-    layer = sum((s.volumes for s in shards if s.layer_dim >= 0), zero)
-    count = np.diff(first_layer)[:, None]
-    total = count * layer
-    total[0] += head
-    before_tail = total[-1].copy()
-    total[-1] += tail
-    stage = np.repeat(np.arange(stages), np.diff(first_layer))
-    at = {
-        "head": zero[None],
-        "layer": (np.arange(len(stage)) - first_layer[stage])[:, None] * layer,
-        "tail": before_tail[None],
-    }
-    at["layer"] = at["layer"] + (stage == 0)[:, None] * head
-    start: list[Ints] = []
-    for s in shards:
-        kind = "layer" if s.layer_dim >= 0 else "tail" if s.last else "head"
-        start.append(at[kind])
-        at[kind] = at[kind] + s.volumes
-    return start, total
+
+    shards: Sequence[_Shards]
+    volumes: Ints
+    head: Ints
+    layers: Ints
+    tail: Ints
+
+    @staticmethod
+    def of(shards: Sequence[_Shards], first_layer: Ints, stages: int) -> _Parts:
+        """Measure the parts."""
+        volumes = np.stack([s.volumes for s in shards])
+        layered, last = (np.array([bool(getattr(s, f)) for s in shards]) for f in ("layers", "last"))
+        head, tail = np.zeros((stages, volumes.shape[1]), np.int64), np.zeros((stages, volumes.shape[1]), np.int64)
+        head[0] = volumes[~layered & ~last].sum(axis=0)
+        tail[-1] = volumes[~layered & last].sum(axis=0)
+        return _Parts(shards, volumes, head, np.diff(first_layer)[:, None] * volumes[layered].sum(axis=0), tail)
+
+    @property
+    def total(self) -> Ints:
+        """Elements of each bucket, shape (stages, ranks)."""
+        return self.head + self.layers + self.tail
+
+    def before(self, tensor: int, cuts: Ints) -> Ints:
+        """Elements of a tensor that lie before each cut of each bucket, shape (stages, ranks, cuts)."""
+        mine = self.shards[tensor]
+        peers = [k for k, s in enumerate(self.shards) if (s.layers > 0, s.last) == (mine.layers > 0, mine.last)]
+        if mine.layers:
+            at = np.clip(cuts - self.head[..., None], 0, self.layers[..., None])
+            return self._in_layers(tensor, peers, at)
+        part, start = (self.tail, self.head + self.layers) if mine.last else (self.head, np.zeros_like(self.head))
+        start = start + self.volumes[[k for k in peers if k < tensor]].sum(axis=0)
+        return np.clip(cuts - start[..., None], 0, np.where(part > 0, self.volumes[tensor], 0)[..., None])
+
+    def _in_layers(self, tensor: int, peers: Sequence[int], at: Ints) -> Ints:
+        """Elements of a layered tensor before position ``at`` of the layers."""
+        layer = self.volumes[peers].sum(axis=0)
+        whole, rest = np.divmod(at, np.maximum(layer, 1)[:, None])
+        kind = self.shards[tensor].kind
+        alike = [k for k in peers if self.shards[k].kind == kind]
+        start = self.volumes[[k for k in peers if k < alike[0]]].sum(axis=0)
+        borders = np.arange(BLOCKS + 1)[:, None] * self.volumes[tensor] // BLOCKS
+        before = whole * self.volumes[tensor][:, None]
+        place = alike.index(tensor)
+        for block in range(BLOCKS):
+            size = borders[block + 1] - borders[block]
+            begin = start + len(alike) * borders[block] + place * size
+            before += np.clip(rest - begin[:, None], 0, size[:, None])
+        return before
 
 
-def _slices(place: Fold, shards: _Shards, start: Ints, cuts: Ints) -> Tiling:
-    """The tiling of one tensor: each device has what its slice of the bucket shares with the tensor's shards.
+def _tiling(place: Fold, shards: _Shards, first_layer: Ints, before: Ints) -> Tiling:
+    """Each device's run of the tensor's elements as boxes, dense in a buffer of its own.
 
     Args:
         place: devices.
         shards: the tensor.
-        start: where its shards begin, shape (copies, ranks).
-        cuts: borders of the slices of each bucket, shape (stages, ranks, slices + 1).
+        first_layer: first layer of each pipeline stage, and one past the last.
+        before: elements before each slice border, shape (stages, ranks, slices + 1), counted in the stage.
     """
-    stages, slices, ranks = place.devices.shape
-    copies = len(start)
-    copy, rank = np.divmod(np.arange(copies * ranks), ranks)
-    stage = _stage_of_copy(shards, copies, stages)[copy]
-    bucket, begin = stage * ranks + rank, start.reshape(-1)
-    span = int(cuts[..., -1].max()) + 1
-    ends = (np.arange(stages * ranks)[:, None] * span + cuts[..., 1:].reshape(stages * ranks, slices)).reshape(-1)
-    volume = shards.volumes[rank]
-    first = np.searchsorted(ends, bucket * span + begin, side="right")
-    last = np.searchsorted(ends, bucket * span + begin + volume, side="left") + 1
-    shard, at = algebra.expand(first, np.where(volume > 0, last, first))
-    part = at % slices
-    row = cuts.reshape(stages * ranks, -1)[bucket[shard]]
-    low, high = (np.take_along_axis(row, (part + k)[:, None], 1)[:, 0] - begin[shard] for k in (0, 1))
-    low, high = np.maximum(low, 0), np.minimum(high, volume[shard])
-    solid = low < high
-    shard, part, low, high = shard[solid], part[solid], low[solid], high[solid]
-    holder = place.devices[stage[shard], part, rank[shard]]
-    return _boxes(shards, holder, rank[shard], copy[shard], low, high)
-
-
-def _stage_of_copy(shards: _Shards, copies: int, stages: int) -> Ints:
-    if shards.layer_dim < 0:
-        return np.full(1, stages - 1 if shards.last else 0)
-    return np.repeat(np.arange(stages), np.diff(np.arange(stages + 1) * copies // stages))
-
-
-def _boxes(shards: _Shards, holder: Ints, rank: Ints, layer: Ints, low: Ints, high: Ints) -> Tiling:
-    """Boxes of intervals ``low … high`` of shards, a device's pieces of the tensor lying end to end in its buffer."""
-    order = np.lexsort((layer, holder))
-    holder, rank, layer, low, high = (a[order] for a in (holder, rank, layer, low, high))
-    offset, layers = _end_to_end(holder, high - low), np.ones(len(holder), np.int64)
-    if shards.layer_dim >= 0:
-        chosen, layers = _runs_of_whole_layers(holder, layer, low, high, shards.volumes[rank])
-        holder, rank, layer, low, high, offset = (a[chosen] for a in (holder, rank, layer, low, high, offset))
-    extents = shards.hi - shards.lo
-    pieces: list[Region] = []
-    holders: list[Ints] = []
-    for shape in np.unique(extents[np.unique(rank)], axis=0):
-        mine = np.flatnonzero((extents[rank] == shape).all(axis=1))
-        owner, region = intervals(shape.tolist(), low[mine], high[mine])
+    order = list(shards.order)
+    lo = np.broadcast_to(shards.lo, (len(first_layer) - 1, *shards.lo.shape)).copy()
+    hi = np.broadcast_to(shards.hi, lo.shape).copy()
+    if shards.layers:
+        lo[..., order[0]], hi[..., order[0]] = first_layer[:-1, None], first_layer[1:, None]
+    stage, rank, part = np.nonzero(before[..., :-1] < before[..., 1:])
+    start, stop = before[stage, rank, part], before[stage, rank, part + 1]
+    corner, shape = lo[stage, rank][:, order], (hi - lo)[stage, rank][:, order]
+    holder = place.devices[stage, part, rank]
+    holders: list[Ints] = [np.zeros(0, np.int64)]
+    none = np.zeros((0, len(order)), np.int64)
+    pieces = [Region(none, none, np.zeros(0, np.int64), none)]
+    back = np.argsort(order)
+    for extent in np.unique(shape, axis=0):
+        mine = np.flatnonzero((shape == extent).all(axis=1))
+        owner, run = intervals(extent.tolist(), start[mine], stop[mine])
         at = mine[owner]
-        lo, hi = region.lo + shards.lo[rank[at]], region.hi + shards.lo[rank[at]]
-        stride = np.broadcast_to(dense_strides(shape.tolist()), lo.shape)
-        if shards.layer_dim >= 0:
-            lo, hi, stride = (
-                np.insert(a, shards.layer_dim, column, axis=1)
-                for a, column in ((lo, layer[at]), (hi, layer[at] + layers[at]), (stride, math.prod(shape.tolist())))
-            )
+        stride = np.broadcast_to(dense_strides(extent.tolist()), run.lo.shape)
+        box_lo, box_hi = run.lo + corner[at], run.hi + corner[at]
+        pieces.append(Region(box_lo[:, back], box_hi[:, back], run.offset, stride[:, back]))
         holders.append(holder[at])
-        pieces.append(Region(lo, hi, region.offset + offset[at], stride))
-    if not pieces:
-        rank_of_tensor = len(shards.shape)
-        empty = np.zeros((0, rank_of_tensor), np.int64)
-        return Tiling(shards.shape, np.zeros(0, np.int64), Region(empty, empty, empty[:, 0], empty))
     return Tiling(shards.shape, np.concatenate(holders), concatenate(pieces))
-
-
-def _end_to_end(holder: Ints, length: Ints) -> Ints:
-    """Offset of each piece when the pieces of a holder, which are neighbours, lie end to end."""
-    end = np.cumsum(length)
-    first = np.searchsorted(holder, holder)
-    return end - length - (end - length)[first]
-
-
-def _runs_of_whole_layers(holder: Ints, layer: Ints, low: Ints, high: Ints, volume: Ints) -> tuple[Ints, Ints]:
-    """Neighbouring whole layers of a device are one box: the first of each run, and the layers in it."""
-    whole = (low == 0) & (high == volume)
-    joins = whole[1:] & whole[:-1] & (holder[1:] == holder[:-1]) & (layer[1:] == layer[:-1] + 1)
-    chosen = np.flatnonzero(np.concatenate([[True], ~joins]))[: len(holder)]
-    return chosen, np.diff(np.append(chosen, len(holder)))

@@ -146,6 +146,14 @@ def is_expert(axes: Sequence[str | None]) -> bool:
     return "expert" in axes
 
 
+def cut_dims(
+    mesh: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None], rules: Rules
+) -> list[tuple[str, ...]]:
+    """Those mesh axes that the rules cut each dim with, and that ``mesh`` has."""
+    entries = dim_axes(spec(axes, rules), shape, {a: 1 for names in rules.values() for a in names})
+    return [tuple(a for a in names if a in mesh) for names in entries]
+
+
 def cut_boxes(
     mesh: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None], rules: Rules
 ) -> tuple[Ints, Ints]:
@@ -153,9 +161,8 @@ def cut_boxes(
 
     A kv head that two positions need, because tp does not divide the kv heads, is held by both.
     """
-    entries = dim_axes(spec(axes, rules), shape, {a: 1 for names in rules.values() for a in names})
-    cut_by = [tuple(a for a in names if a in mesh) for names in entries]
-    return mesh_boxes(shape, mesh, cut_by, [d for d, name in enumerate(axes) if name in SHARED])
+    shared = [d for d, name in enumerate(axes) if name in SHARED]
+    return mesh_boxes(shape, mesh, cut_dims(mesh, shape, axes, rules), shared)
 
 
 def strategy_layout(

@@ -169,7 +169,7 @@ def test_a_leaf_larger_than_the_budget_is_cut():
     whole = 64 * 64 * 4 // 4
     plan = build_plan(rows, columns, whole // 4, memory=Memory.PACKED)
     plan.verify()
-    assert len(plan.stages) >= 12
+    assert len(plan.stages) == 4
     assert plan.peak_extra_bytes <= whole // 4
     with pytest.raises(BudgetError):
         build_plan(rows, columns, whole // 4)

@@ -1,0 +1,182 @@
+"""Roles: which device plays which part of the target, where the caller leaves that free.
+
+A device that already holds what its new role needs is sent nothing. Roles that the caller's order puts on
+one node stay together, so groups that talk much stay on fast links: inside a node, roles are assigned to
+devices so that most bytes stay (the assignment problem; Kuhn 1955, Jonker and Volgenant 1987), then groups
+of roles to nodes by what that makes possible. Equal assignments are decided in favour of the caller's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from dynajax.meshes import Topology
+from dynajax.planner.diff import Demand, diff
+from dynajax.vps import algebra
+from dynajax.vps.region import Ints
+from dynajax.vps.tiling import Layout, Tiling, sums
+
+_HOME = 0.25
+"""Bytes that staying at the caller's place is worth: decides between equals only."""
+
+
+def assign_roles(source: Layout, target: Layout, topology: Topology | None = None, pool: Ints | None = None) -> Ints:
+    """The device that plays each role of the target so that few bytes move.
+
+    Args:
+        source: who holds what before.
+        target: who shall hold what; its device numbers are roles.
+        topology: nodes; None if all devices are in one.
+        pool: devices to choose from; default: those of the source and the target.
+
+    Returns:
+        The device of each role, shape (target.num_devices,); a number that is no role stands for itself or −1.
+    """
+    devices = max(source.num_devices, target.num_devices, 1)
+    roles, held = devices_of(target), devices_of(source)
+    pool = np.union1d(held, roles) if pool is None else np.unique(pool)
+    node = np.zeros(devices, np.int64) if topology is None else topology.node
+    common = _Common.of(source, target, devices, len(np.union1d(held, pool)))
+    groups = [roles[node[roles] == n] for n in np.unique(node[roles])]
+    nodes = [pool[node[pool] == n] for n in np.unique(node[pool])]
+    chosen = np.full(target.num_devices, -1)
+    for group, place in zip(groups, _places(common, groups, nodes), strict=True):
+        chosen[group] = place
+    return chosen
+
+
+def renumbered(layout: Layout, devices: Ints) -> Layout:
+    """The layout with device ``devices[k]`` in the place of ``k``; tensors that shared a tiling still do."""
+    made: dict[int, Tiling] = {}
+    tilings: list[Tiling] = []
+    for tiling in layout.tilings:
+        if id(tiling) not in made:
+            made[id(tiling)] = replace(tiling, holder=devices[tiling.holder])
+        tilings.append(made[id(tiling)])
+    return Layout(layout.space, tuple(tilings))
+
+
+def devices_of(layout: Layout) -> Ints:
+    """Sorted numbers of the devices that hold something."""
+    distinct = {id(t): t for t in layout.tilings}.values()
+    return np.unique(np.concatenate([np.zeros(0, np.int64), *(t.devices for t in distinct)]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Common:
+    """Bytes that a device holds and a role needs, one row for each such pair, sorted by device, then role."""
+
+    device: Ints
+    role: Ints
+    nbytes: Ints
+
+    @staticmethod
+    def of(source: Layout, target: Layout, devices: int, everyone: int) -> _Common:
+        """Count what the layouts have in common; what ``everyone`` holds, so many devices, tells none from another."""
+        itemsize: dict[tuple[bytes, bytes], int] = {}
+        pairs: dict[tuple[bytes, bytes], tuple[Tiling, Tiling]] = {}
+        for tensor, before, after in zip(source.space, source.tilings, target.tilings, strict=True):
+            key = (before.key, after.key)
+            pairs[key] = before, after
+            itemsize[key] = itemsize.get(key, 0) + tensor.itemsize
+        keys, nbytes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for key, pair in pairs.items():
+            device, role, volume = _meetings(diff(*pair), everyone)
+            keys.append(device * devices + role)
+            nbytes.append(volume * itemsize[key])
+        key, at = np.unique(np.concatenate(keys), return_inverse=True)
+        return _Common(*np.divmod(key, devices), sums(at.ravel(), np.concatenate(nbytes), len(key)))
+
+
+def _meetings(demand: Demand, everyone: int) -> tuple[Ints, Ints, Ints]:
+    """Every need with every holder of its piece, but for pieces that ``everyone`` holds."""
+    atoms = demand.atoms
+    atom = demand.atom[demand.piece]
+    needs = np.flatnonzero(np.diff(atoms.first)[atom] < everyone)
+    need, at = algebra.expand(atoms.first[atom[needs]], atoms.first[atom[needs] + 1])
+    need = needs[need]
+    device = demand.source.holder[atoms.row[at]]
+    return device, demand.target.holder[demand.target_row[need]], demand.volumes[demand.piece[need]]
+
+
+def _places(common: _Common, groups: Sequence[Ints], nodes: Sequence[Ints]) -> list[Ints]:
+    """Devices for every group of roles, all of a group in one node.
+
+    The value of a group in a node is bounded by what its roles, or the node's devices, could keep at best. Groups
+    are assigned by these bounds; the pairs that come out are solved exactly and take their true value, until an
+    assignment of true values is no worse than any by bounds: it is the optimum.
+    """
+    blocks = _Blocks(common, groups, nodes)
+    worth = blocks.bounds.copy()
+    exact = np.zeros(worth.shape, bool)
+    while True:
+        group, place = linear_sum_assignment(worth, maximize=True)
+        fresh = [(g, n) for g, n in zip(group.tolist(), place.tolist(), strict=True) if not exact[g, n]]
+        if not fresh:
+            return [blocks.solve(g, n)[1] for g, n in zip(group.tolist(), place.tolist(), strict=True)]
+        for g, n in fresh:
+            worth[g, n], exact[g, n] = blocks.solve(g, n)[0], True
+
+
+class _Blocks:
+    """What the devices of each node have in common with the roles of each group."""
+
+    def __init__(self, common: _Common, groups: Sequence[Ints], nodes: Sequence[Ints]) -> None:
+        self.groups, self.nodes = groups, nodes
+        size = 1 + max((int(a.max()) for a in (*groups, *nodes)), default=0)
+        self._group, self._role = _positions(groups, size)
+        self._node, self._device = _positions(nodes, size)
+        known = (common.device < size) & (common.role < size)
+        device, role = common.device[known], common.role[known]
+        inside = (self._node[device] >= 0) & (self._group[role] >= 0)
+        self._at_device, self._at_role = device[inside], role[inside]
+        self._nbytes = common.nbytes[known][inside].astype(float)
+        block = self._group[self._at_role] * len(nodes) + self._node[self._at_device]
+        order = np.argsort(block, kind="stable")
+        self._at_device, self._at_role, self._nbytes = (
+            a[order] for a in (self._at_device, self._at_role, self._nbytes)
+        )
+        self._border = np.searchsorted(block[order], np.arange(len(groups) * len(nodes) + 1))
+        self.bounds = self._bounds()
+
+    def _bounds(self) -> np.ndarray:
+        """The most that each group could keep in each node, shape (groups, nodes); −inf where it does not fit."""
+        g, n = len(self.groups), len(self.nodes)
+        group, node = self._group[self._at_role], self._node[self._at_device]
+        best = np.full((g, n), np.inf)
+        for item, other, count in ((self._at_role, node, n), (self._at_device, group, g)):
+            top = np.zeros(((int(item.max()) if len(item) else 0) + 1) * count)
+            np.maximum.at(top, item * count + other, self._nbytes)
+            at, there = np.divmod(np.arange(len(top)), count)
+            total = np.zeros((g, n))
+            if item is self._at_role:
+                known = self._group[at] >= 0
+                np.add.at(total, (self._group[at[known]], there[known]), top[known])
+            else:
+                known = self._node[at] >= 0
+                np.add.at(total, (there[known], self._node[at[known]]), top[known])
+            best = np.minimum(best, total)
+        best += [[_HOME * len(np.intersect1d(a, b)) for b in self.nodes] for a in self.groups]
+        best[[[len(a) > len(b) for b in self.nodes] for a in self.groups]] = -np.inf
+        return best
+
+    def solve(self, group: int, node: int) -> tuple[float, Ints]:
+        """Bytes kept by the best assignment of a group's roles to a node's devices, and the device of each role."""
+        roles, devices = self.groups[group], self.nodes[node]
+        table = np.where(roles[:, None] == devices[None], _HOME, 0.0)
+        rows = slice(*self._border[group * len(self.nodes) + node :][:2].tolist())
+        table[self._role[self._at_role[rows]], self._device[self._at_device[rows]]] += self._nbytes[rows]
+        row, column = linear_sum_assignment(table, maximize=True)
+        return float(table[row, column].sum()), devices[column]
+
+
+def _positions(members: Sequence[Ints], size: int) -> tuple[Ints, Ints]:
+    """Set of each number, −1 if it is in none, and its place in the set."""
+    which, place = np.full(size, -1), np.zeros(size, np.int64)
+    for k, numbers in enumerate(members):
+        which[numbers], place[numbers] = k, np.arange(len(numbers))
+    return which, place

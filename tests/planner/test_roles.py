@@ -1,0 +1,116 @@
+"""Roles: as few bytes as any assignment of its kind, found by trying them all on small cases."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+from random_layouts import layout_pairs
+
+from dynajax.meshes import Strategy, Tier, Topology
+from dynajax.planner import assign_roles, build_plan, renumbered, verify
+from dynajax.planner.roles import devices_of
+from dynajax.vps import Layout, Space, Tensor, flat_layout, mesh_tiling
+
+P = PartitionSpec
+AMPLE = 2**60
+TIERS = [(Tier("memory", 1e9, 0), 1), (Tier("node", 1e9, 0), 2), (Tier("all", 1e8, 0), 0)]
+
+
+def moved(source, target, devices):
+    return build_plan(source, renumbered(target, devices), AMPLE).bytes_moved
+
+
+def permutations_of(roles, pool, size):
+    """Every way to play the roles, as arrays by role number."""
+    for chosen in itertools.permutations(pool, len(roles)):
+        devices = np.full(size, -1)
+        devices[roles] = chosen
+        yield devices
+
+
+@settings(max_examples=60)
+@given(layout_pairs(max_devices=3))
+def test_within_a_node_no_assignment_moves_less(pair):
+    source, target = pair
+    roles = devices_of(target)
+    pool = np.union1d(devices_of(source), roles)
+    chosen = assign_roles(source, target)
+    best = min(moved(source, target, d) for d in permutations_of(roles, pool, target.num_devices))
+    assert moved(source, target, chosen) == best
+    assert len(np.unique(chosen[roles])) == len(roles)
+
+
+@settings(max_examples=25)
+@given(layout_pairs(max_devices=4))
+def test_across_nodes_no_assignment_that_keeps_nodes_together_moves_less(pair):
+    source, target = pair
+    size = max(source.num_devices, target.num_devices)
+    size += size % 2
+    topology = Topology.regular("pairs", TIERS, size)
+    roles = devices_of(target)
+    chosen = assign_roles(source, target, topology, pool=np.arange(size))
+    groups = [roles[roles // 2 == n] for n in range(size // 2) if (roles // 2 == n).any()]
+    assert all(len(np.unique(chosen[g] // 2)) == 1 for g in groups)
+    best = np.inf
+    for nodes in itertools.permutations(range(size // 2), len(groups)):
+        for orders in itertools.product(*(itertools.permutations((0, 1), len(g)) for g in groups)):
+            devices = np.full(target.num_devices, -1)
+            for g, n, order in zip(groups, nodes, orders, strict=True):
+                devices[g] = 2 * n + np.array(order)
+            best = min(best, moved(source, target, devices))
+    assert moved(source, target, chosen) == best
+
+
+@settings(max_examples=60)
+@given(layout_pairs(), st.integers(1, 4))
+def test_roles_never_cost_bytes_and_plans_stay_exact(pair, node):
+    source, target = pair
+    size = max(source.num_devices, target.num_devices, 1)
+    topology = Topology.regular("even", [TIERS[0], (TIERS[1][0], node), TIERS[2]], size)
+    devices = assign_roles(source, target, topology)
+    plan = build_plan(source, renumbered(target, devices), AMPLE, topology=topology)
+    verify(plan)
+    plan.verify()
+    assert plan.bytes_moved <= build_plan(source, target, AMPLE).bytes_moved
+
+
+def test_a_permuted_target_is_recognised_and_nothing_moves():
+    space = Space((Tensor("w", (64, 4), "float32", 4),))
+    order = np.array([5, 2, 7, 0, 1, 6, 3, 4])
+    source, target = (Layout(space, (mesh_tiling((64, 4), {"x": 8}, P("x"), d),)) for d in (order, np.arange(8)))
+    devices = assign_roles(source, target)
+    assert devices.tolist() == order.tolist()
+    assert moved(source, target, devices) == 0
+
+
+def test_equals_are_decided_for_the_order_of_the_caller():
+    space = Space((Tensor("w", (64,), "float32", 4),))
+    source, target = (Layout(space, (mesh_tiling((64,), {"x": 8}, s, np.arange(8)),)) for s in (P(), P("x")))
+    assert assign_roles(source, target, Topology.load("h100", 8)).tolist() == list(range(8))
+
+
+def test_those_that_stay_are_those_that_hold_what_stays():
+    """Shrink from 8 to 4 devices, of any of the 8: the holders of the second half of the pipeline keep it."""
+    space = Space((Tensor("w", (8, 4), "float32", 4),))
+    axes = {"w": ("layers", "mlp")}
+    source = flat_layout(space, axes, Strategy.parse("pp2.dp2.tp2"))
+    target = flat_layout(space, axes, Strategy.parse("pp2.tp2"))
+    topology = Topology.regular("pairs", TIERS, 8)
+    devices = assign_roles(source, target, topology)
+    assert moved(source, target, devices) == space.nbytes // 2
+    assert moved(source, target, np.arange(4)) == space.nbytes * 3 // 4
+
+
+@pytest.mark.parametrize("devices", [1024])
+def test_a_thousand_devices_keep_their_tensor_groups_in_a_node(devices):
+    space = Space((Tensor("w", (64, 256, 256), "float32", 4),))
+    axes = {"w": ("layers", "embed", "mlp")}
+    source, target = (flat_layout(space, axes, Strategy.parse(s)) for s in ("tp8.pp8.dp16", "tp4.pp16.dp16"))
+    topology = Topology.load("h100", devices)
+    chosen = assign_roles(source, target, topology)
+    assert sorted(chosen.tolist()) == list(range(devices))
+    assert (topology.node[chosen.reshape(-1, 4)] == topology.node[chosen.reshape(-1, 4)][:, :1]).all()
+    assert moved(source, target, chosen) < moved(source, target, np.arange(devices))
