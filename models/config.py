@@ -6,6 +6,7 @@ whether the MLP has a gate, in how positions enter, and in whether queries and k
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dynajax.errors import ModelError
@@ -59,6 +60,47 @@ class LlamaConfig:
     def group(self) -> int:
         """Query heads that share one key and value head."""
         return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig(LlamaConfig):
+    """Shape of a decoder whose MLPs are mixtures of experts; ``ffn`` is the width of one expert.
+
+    Attributes:
+        experts: number of experts, the logical axis "expert".
+        top_k: experts that each token is sent to.
+        normalize_top_k: make the gates of the chosen experts add up to 1.
+        capacity_factor: an expert takes at most ``ceil(capacity_factor * top_k * seq / experts)`` choices
+            of one row and drops the later ones; None means that nothing is dropped.
+        balance_weight: weight of the load-balance loss in the training loss.
+        z_weight: weight of the router's z-loss in the training loss.
+    """
+
+    experts: int
+    top_k: int
+    normalize_top_k: bool = True
+    capacity_factor: float | None = None
+    balance_weight: float = 0.01
+    z_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("experts", "top_k"):
+            require_positive(self, name)
+        if self.top_k > self.experts:
+            raise ModelError(
+                f"top_k {self.top_k} is more than the {self.experts} experts; choose at most {self.experts}"
+            )
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ModelError(
+                f"capacity_factor {self.capacity_factor} leaves no room; choose above 0, or None to drop nothing"
+            )
+
+    def capacity(self, seq: int) -> int | None:
+        """Choices that one expert takes of a row of ``seq`` tokens; None if there is no limit."""
+        if self.capacity_factor is None:
+            return None
+        return min(seq, math.ceil(self.capacity_factor * self.top_k * seq / self.experts))
 
 
 def require_positive(config: object, name: str) -> None:

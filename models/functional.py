@@ -19,7 +19,9 @@ from jax.typing import ArrayLike
 from dynajax.models.attention import packed_attention
 from dynajax.models.config import LlamaConfig
 from dynajax.models.execution import Attention, Constrain, Execution, unconstrained
+from dynajax.models.experts import Experts, sorted_experts
 from dynajax.models.llama import Llama, scan_blocks
+from dynajax.models.moe import RouterStats
 
 Params = dict[str, Any]
 """Nested dict with arrays (or ParameterSpecs) as leaves."""
@@ -91,12 +93,25 @@ def forward(
     *,
     attention: Attention = packed_attention,
     constrain: Constrain = unconstrained,
+    experts: Experts = sorted_experts,
     dtype: Any = jnp.float32,
     remat: bool = False,
 ) -> jax.Array:
     """Float32 logits (batch, seq, vocab); see ``Llama.__call__`` and ``Execution`` for the arguments."""
-    run = Execution(attention, constrain, dtype, remat)
-    return merge(nnx.graphdef(_abstract(config)), params)(tokens, segment_ids, positions, run)
+    run = Execution(attention, constrain, experts, dtype, remat)
+    return forward_with_stats(config, params, tokens, segment_ids, positions, run)[0]
+
+
+def forward_with_stats(
+    config: LlamaConfig,
+    params: Params,
+    tokens: ArrayLike,
+    segment_ids: ArrayLike,
+    positions: ArrayLike,
+    run: Execution | None = None,
+) -> tuple[jax.Array, RouterStats | None]:
+    """Logits as from ``forward``, and what ``router_loss`` needs of a mixture of experts; None if dense."""
+    return merge(nnx.graphdef(_abstract(config)), params).with_stats(tokens, segment_ids, positions, run)
 
 
 def embed(config: LlamaConfig, params: Params, tokens: jax.Array, positions: jax.Array, run: Execution) -> jax.Array:
@@ -106,8 +121,12 @@ def embed(config: LlamaConfig, params: Params, tokens: jax.Array, positions: jax
 
 def run_blocks(
     config: LlamaConfig, params: Params, x: jax.Array, segment_ids: jax.Array, positions: jax.Array, run: Execution
-) -> jax.Array:
-    """The blocks whose stacked parameters are given: all of ``params["blocks"]`` or a slice of its layers."""
+) -> tuple[jax.Array, RouterStats | None]:
+    """The blocks whose stacked parameters are given: all of ``params["blocks"]`` or a slice of its layers.
+
+    Returns:
+        (batch, seq, embed), and the routers' sums with a leading dim of the layers run; None if dense.
+    """
     return scan_blocks(config, _module(config, "blocks", params), x, segment_ids, positions, run)
 
 

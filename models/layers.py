@@ -15,6 +15,7 @@ from flax import nnx
 from dynajax.errors import ModelError
 from dynajax.models.config import LlamaConfig
 from dynajax.models.execution import Execution
+from dynajax.models.experts import activate
 
 HIDDEN = ("batch", "seq", "embed")
 EMBEDDING_STD = 0.02
@@ -110,12 +111,10 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array, run: Execution) -> jax.Array:
         """Map ``x`` (batch, seq, embed) token by token."""
         up = run.constrain(run.einsum("bse,em->bsm", x, self.up[...]), ("batch", "seq", "mlp"))
+        gate = None
         if self.gated:
             gate = run.constrain(run.einsum("bse,em->bsm", x, self.gate[...]), ("batch", "seq", "mlp"))
-            inner = jax.nn.silu(gate) * up
-        else:
-            inner = jax.nn.gelu(up)
-        return run.constrain(run.einsum("bsm,me->bse", inner, self.down[...]), HIDDEN)
+        return run.constrain(run.einsum("bsm,me->bse", activate(up, gate), self.down[...]), HIDDEN)
 
 
 class Embedding(nnx.Module):

@@ -9,6 +9,7 @@ Parameters (Touvron et al., 2023, with heads and head_dim kept apart)::
     blocks/attention_norm/scale, blocks/mlp_norm/scale (layers, embed)
     blocks/attention/q (layers, embed, heads, head_dim), k and v with kv_heads, o (layers, heads, head_dim, embed)
     blocks/mlp/up, [gate] (layers, embed, mlp), down (layers, mlp, embed)
+    [blocks/mlp/router (layers, embed, n), and the kernels above with a dim "expert" after "layers"]
     head/norm/scale (embed)               [head/kernel (embed, vocab)]
 """
 
@@ -19,9 +20,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from dynajax.models.config import LlamaConfig
+from dynajax.models.config import LlamaConfig, MoeConfig
 from dynajax.models.execution import Execution
 from dynajax.models.layers import HIDDEN, Embedding, Head, Mlp, RMSNorm, Rotary, SelfAttention, rotary_table
+from dynajax.models.moe import MoeMlp, RouterStats
 
 
 class Block(nnx.Module):
@@ -32,20 +34,24 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(*norm)
         self.attention = SelfAttention(config, rngs)
         self.mlp_norm = RMSNorm(*norm)
-        self.mlp = Mlp(config, rngs)
+        self.mlp = MoeMlp(config, rngs) if isinstance(config, MoeConfig) else Mlp(config, rngs)
 
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array, positions: jax.Array, rotary: Rotary | None, run: Execution
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, RouterStats | None]:
         """One layer on ``x`` (batch, seq, embed), once the scan has taken its slice of the stack."""
         x = x + self.attention(self.attention_norm(x), segment_ids, positions, rotary, run)
         x = run.constrain(x, HIDDEN)
-        return run.constrain(x + self.mlp(self.mlp_norm(x), run), HIDDEN)
+        if isinstance(self.mlp, MoeMlp):
+            out, stats = self.mlp(self.mlp_norm(x), segment_ids, run)
+        else:
+            out, stats = self.mlp(self.mlp_norm(x), run), None
+        return run.constrain(x + out, HIDDEN), stats
 
 
 def scan_blocks(
     config: LlamaConfig, blocks: Block, x: jax.Array, segment_ids: jax.Array, positions: jax.Array, run: Execution
-) -> jax.Array:
+) -> tuple[jax.Array, RouterStats | None]:
     """Run the layers that ``blocks`` holds, few or all of the model's, one after the other.
 
     Args:
@@ -57,15 +63,15 @@ def scan_blocks(
         run: how to run.
 
     Returns:
-        (batch, seq, embed).
+        (batch, seq, embed), and the routers' sums with a leading dim of the layers run; None if dense.
     """
     graph, stack = nnx.split(blocks)
     rotary = None if config.learned_positions else rotary_table(config, positions)
 
-    def layer(x: jax.Array, params: nnx.State) -> tuple[jax.Array, None]:
-        return nnx.merge(graph, params)(x, segment_ids, positions, rotary, run), None
+    def layer(x: jax.Array, params: nnx.State) -> tuple[jax.Array, RouterStats | None]:
+        return nnx.merge(graph, params)(x, segment_ids, positions, rotary, run)
 
-    return jax.lax.scan(jax.checkpoint(layer) if run.remat else layer, x, stack)[0]
+    return jax.lax.scan(jax.checkpoint(layer) if run.remat else layer, x, stack)
 
 
 class Llama(nnx.Module):
@@ -96,8 +102,14 @@ class Llama(nnx.Module):
         Returns:
             (batch, seq, vocab) float32.
         """
+        return self.with_stats(tokens, segment_ids, positions, run)[0]
+
+    def with_stats(
+        self, tokens: ArrayLike, segment_ids: ArrayLike, positions: ArrayLike, run: Execution | None = None
+    ) -> tuple[jax.Array, RouterStats | None]:
+        """Logits, and what ``router_loss`` needs: sums over these tokens with a leading dim "layers"; None if dense."""
         run = run or Execution()
         tokens, segment_ids, positions = jnp.asarray(tokens), jnp.asarray(segment_ids), jnp.asarray(positions)
         x = self.embed(tokens, positions, run)
-        x = scan_blocks(self.config, self.blocks, x, segment_ids, positions, run)
-        return self.head(x, self.embed.tokens[...], run)
+        x, stats = scan_blocks(self.config, self.blocks, x, segment_ids, positions, run)
+        return self.head(x, self.embed.tokens[...], run), stats

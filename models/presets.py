@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from dynajax.errors import ModelError
-from dynajax.models.config import LlamaConfig
+from dynajax.models.config import LlamaConfig, MoeConfig
 
 _NOT_CONFIG = ("source", "params_b")
 
@@ -23,7 +23,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset(name: str) -> LlamaConfig:
-    """The shape called ``name``.
+    """The shape called ``name``, a MoeConfig if it has experts.
 
     Raises:
         ModelError: no preset has that name.
@@ -32,4 +32,4 @@ def preset(name: str) -> LlamaConfig:
     if name not in table:
         raise ModelError(f"no model preset is called {name!r}; choose one of {', '.join(table)}")
     fields = {key: value for key, value in table[name].items() if key not in _NOT_CONFIG}
-    return LlamaConfig(**fields)
+    return MoeConfig(**fields) if "experts" in fields else LlamaConfig(**fields)

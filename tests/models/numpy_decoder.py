@@ -76,3 +76,40 @@ def cross_entropy(logits, targets):
     shifted = logits - logits.max(-1, keepdims=True)
     log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return -log_p[np.arange(len(targets)), targets].sum()
+
+
+def route(config, router, x):
+    """For each token of x: chosen experts, gates, probabilities and the log of the normaliser."""
+    for token in x:
+        scores = np.exp(token @ router)
+        probabilities = scores / scores.sum()
+        chosen = np.argsort(-probabilities)[: config.top_k]
+        gates = probabilities[chosen] / (probabilities[chosen].sum() if config.normalize_top_k else 1)
+        yield chosen, gates, probabilities, np.log(scores.sum())
+
+
+def moe(config, p, layer, x, counted=None):
+    """A mixture of experts on the tokens of one row, one token after the other.
+
+    Returns what comes out, and the sums of the router: chosen, probability, z, tokens, dropped.
+    """
+    out = np.zeros_like(x)
+    taken = np.zeros(config.experts)
+    sums = {"chosen": np.zeros(config.experts), "probability": np.zeros(config.experts), "z": 0.0, "tokens": 0.0}
+    dropped = 0
+    for i, (chosen, gates, probabilities, log_sum) in enumerate(route(config, p["router"][layer], x)):
+        if counted is not None and not counted[i]:
+            continue
+        sums["chosen"][chosen] += 1
+        sums["probability"] += probabilities
+        sums["z"] += log_sum**2
+        sums["tokens"] += 1
+        for expert, gate in zip(chosen, gates, strict=True):
+            taken[expert] += 1
+            limit = config.capacity(len(x))
+            if limit is not None and taken[expert] > limit:
+                dropped += 1
+                continue
+            kernels = {name: p[name][layer] for name in ("up", "down", "gate") if name in p}
+            out[i] += gate * mlp(config, kernels, expert, x[i])
+    return out, sums | {"dropped": dropped}
