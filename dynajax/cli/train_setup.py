@@ -16,7 +16,7 @@ from dynajax.cli.train_options import CONFIG, METRICS, TrainOptions, resumed_ste
 from dynajax.data import VOCAB_SIZE, Batches, folder_documents, stdlib_documents
 from dynajax.errors import RunError, StrategyError
 from dynajax.meshes import Placement
-from dynajax.models import LlamaConfig, preset
+from dynajax.models import LlamaConfig, Params, parameter_specs, preset
 from dynajax.train import Trainer
 from dynajax.train.fit import batch_shards, require_fit, similar
 from dynajax.train.recipe import adamw
@@ -98,10 +98,11 @@ def check(options: TrainOptions) -> Setup:
     begin = resumed_step(options)
     _require_numbers(options, begin)
     _require_folder(options)
-    schedule = _schedule(options, model)
+    parameters = parameter_specs(model)
+    schedule = _schedule(options, parameters)
     schedule.require_within(begin, options.steps)
     for placement in (schedule.first, *(switch.target for switch in schedule.switches)):
-        require_fit(model, placement, options.devices)
+        require_fit(parameters, placement, options.devices)
     if model.vocab < VOCAB_SIZE:
         raise RunError(f"--model {options.model} has {model.vocab} tokens and text needs {VOCAB_SIZE}; take another")
     if 0 < model.learned_positions < options.seq_len:
@@ -137,11 +138,11 @@ def _require_folder(options: TrainOptions) -> None:
         raise RunError(f"--out {out} holds another run; go on with it by --resume, or name another folder")
 
 
-def _schedule(options: TrainOptions, model: LlamaConfig) -> Schedule:
+def _schedule(options: TrainOptions, parameters: Params) -> Schedule:
     if options.strategy is None and not options.switch:
-        return tour(model, options.devices, options.steps)
+        return tour(parameters, options.devices, options.steps)
     if options.strategy is None:
-        first = tour(model, options.devices, options.steps).first
+        first = tour(parameters, options.devices, options.steps).first
     else:
         first = Placement.parse(options.strategy)
         _require_all_devices(options.strategy, first, options.devices)

@@ -8,7 +8,7 @@ import jax
 
 from dynajax.errors import StrategyError
 from dynajax.meshes import AXES, PARAMETER_RULES, Placement, Strategy, spec
-from dynajax.models import LlamaConfig, ParameterSpec, parameter_specs
+from dynajax.models import ParameterSpec, Params
 
 BATCH_AXES = ("dp", "fsdp", "ep")
 """Mesh axes that cut the rows of a batch."""
@@ -16,8 +16,13 @@ BATCH_AXES = ("dp", "fsdp", "ep")
 _TRAINED_AXES = ("dp", "fsdp", "tp")
 
 
-def require_fit(model: LlamaConfig, placement: Placement, num_devices: int) -> None:
-    """Refuse a placement that cannot train ``model`` on devices numbered below ``num_devices``.
+def require_fit(parameters: Params, placement: Placement, num_devices: int) -> None:
+    """Refuse a placement that cannot train a model on devices numbered below ``num_devices``.
+
+    Args:
+        parameters: of the model, as ``dynajax.models.parameter_specs`` gives them.
+        placement: the placement.
+        num_devices: how many devices there are.
 
     Raises:
         StrategyError: an axis that is not trained yet, a device that is not there, or a dim that its axis
@@ -30,20 +35,20 @@ def require_fit(model: LlamaConfig, placement: Placement, num_devices: int) -> N
             f"take one of {', '.join(map(str, similar(placement.strategy, num_devices)))}, or more devices"
         )
     sizes = placement.strategy.mesh_shape()
-    for path, parameter in jax.tree_util.tree_leaves_with_path(parameter_specs(model)):
+    for path, parameter in jax.tree_util.tree_leaves_with_path(parameters):
         for size, name, axis in _cuts(parameter):
             if size % sizes[axis]:
                 where = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise StrategyError(
                     f"{placement}: {axis} = {sizes[axis]} does not divide {name} = {size} (of {where}); "
-                    f"take {axis} = {_choices(model, axis, sizes[axis])}"
+                    f"take {axis} = {_choices(parameters, axis, sizes[axis])}"
                 )
 
 
-def fits(model: LlamaConfig, placement: Placement, num_devices: int) -> bool:
+def fits(parameters: Params, placement: Placement, num_devices: int) -> bool:
     """True if ``require_fit`` has nothing to say."""
     try:
-        require_fit(model, placement, num_devices)
+        require_fit(parameters, placement, num_devices)
     except StrategyError:
         return False
     return True
@@ -81,10 +86,9 @@ def _cuts(parameter: ParameterSpec) -> list[tuple[int, str | None, str]]:
     return [(size, name, axis) for size, name, axis in entries if axis is not None]
 
 
-def _choices(model: LlamaConfig, axis: str, asked: int) -> str:
+def _choices(parameters: Params, axis: str, asked: int) -> str:
     """The sizes nearest to ``asked`` that divide all dims which ``axis`` cuts."""
-    parameters: list[ParameterSpec] = jax.tree.leaves(parameter_specs(model))
-    common = math.gcd(*(size for p in parameters for size, _, cut in _cuts(p) if cut == axis))
+    common = math.gcd(*(size for p in jax.tree.leaves(parameters) for size, _, cut in _cuts(p) if cut == axis))
     divisors = [n for n in range(1, common + 1) if common % n == 0]
     nearest = sorted(sorted(divisors, key=lambda n: abs(n - asked))[:3])
     return " or ".join(map(str, nearest))

@@ -13,7 +13,7 @@ import optax
 
 from dynajax.data import Batch
 from dynajax.meshes import ACTIVATION_RULES, PARAMETER_RULES, Placement, Strategy, spec
-from dynajax.models import LlamaConfig, init, parameter_specs
+from dynajax.models import LlamaConfig, Params, init, parameter_specs
 from dynajax.train.fit import require_fit
 from dynajax.train.state import TrainState, abstract, initial_state, shardings, state_specs
 
@@ -54,8 +54,13 @@ class Job:
             StrategyError: it cannot be read, or fits neither the model nor the devices.
         """
         placement = Placement.parse(strategy)
-        require_fit(self.model, placement, len(self.devices))
+        require_fit(self.parameters, placement, len(self.devices))
         return placement
+
+    @cached_property
+    def parameters(self) -> Params:
+        """Shapes and logical axes of the parameters."""
+        return parameter_specs(self.model)
 
     @cached_property
     def shapes(self) -> TrainState:
@@ -65,8 +70,7 @@ class Job:
     @cached_property
     def specs(self) -> TrainState:
         """The state as PartitionSpecs, which hold for every mesh."""
-        axes = parameter_specs(self.model)
-        return state_specs(self.shapes, jax.tree.map(lambda p: spec(p.axes, PARAMETER_RULES), axes))
+        return state_specs(self.shapes, jax.tree.map(lambda p: spec(p.axes, PARAMETER_RULES), self.parameters))
 
     def layout(self, placement: Placement) -> TrainState:
         """The state as shardings."""

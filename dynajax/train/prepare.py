@@ -12,7 +12,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dynajax.engine import plan_reshard
+from dynajax.engine import plan_reshard, prepare_reshard
 from dynajax.errors import DeadlineError, DynajaxError, SwitchError
 from dynajax.meshes import Placement
 from dynajax.planner import Plan
@@ -78,11 +78,11 @@ class Move:
 
 
 class Workshop:
-    """Makes and keeps the compiled steps and the plans of a job.
+    """Makes and keeps what a job needs to run under its placements and to move between them.
 
     Attributes:
         steps: compiled steps by placement.
-        plans: plans by move.
+        movers: by move, whether the engine has compiled what its plan needs.
 
     Args:
         job: what is trained.
@@ -90,9 +90,26 @@ class Workshop:
     """
 
     def __init__(self, job: Job, budget: int) -> None:
+        self._job, self._budget = job, budget
+        self._plans: dict[Move, Plan] = {}
         workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="dynajax-prepare")
         self.steps = Shelf(lambda placement: compile_step(job, placement), "compiling the step of {}", workers)
-        self.plans = Shelf(lambda move: _plan(job, move, budget), "planning the move from {}", workers)
+        self.movers = Shelf(self._compile_mover, "preparing the move from {}", workers)
+
+    def plan(self, move: Move) -> Plan:
+        """The plan of ``move``.
+
+        Raises:
+            BudgetError: the budget cannot hold it.
+        """
+        if move not in self._plans:
+            source, target = self._job.abstract_state(move.source), self._job.layout(move.target)
+            self._plans[move] = plan_reshard(source, target, budget=self._budget, donate=True)
+        return self._plans[move]
+
+    def _compile_mover(self, move: Move) -> None:
+        source, target = self._job.abstract_state(move.source), self._job.layout(move.target)
+        prepare_reshard(source, target, plan=self.plan(move))
 
 
 @dataclass(frozen=True)
@@ -104,7 +121,7 @@ class Preparation:
 
     def done(self) -> bool:
         """True if the switch can be made at once."""
-        return self.workshop.plans.ready(self.move) and self.workshop.steps.ready(self.move.target)
+        return self.workshop.movers.ready(self.move) and self.workshop.steps.ready(self.move.target)
 
     def wait(self, deadline_s: float = 600.0) -> None:
         """Return when the switch is prepared.
@@ -113,16 +130,12 @@ class Preparation:
             DeadlineError: it is not prepared in time.
             DynajaxError: it cannot be prepared; the message says why.
         """
-        self.workshop.plans.get(self.move, deadline_s)
+        self.workshop.movers.get(self.move, deadline_s)
         self.workshop.steps.get(self.move.target, deadline_s)
 
 
 def begin(workshop: Workshop, move: Move) -> Preparation:
     """Begin to prepare ``move``, as far as that was not done before."""
-    workshop.plans.ahead(move)
+    workshop.movers.ahead(move)
     workshop.steps.ahead(move.target)
     return Preparation(workshop, move)
-
-
-def _plan(job: Job, move: Move, budget: int) -> Plan:
-    return plan_reshard(job.abstract_state(move.source), job.layout(move.target), budget=budget, donate=True)

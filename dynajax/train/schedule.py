@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dynajax.errors import RunError
 from dynajax.meshes import Placement
-from dynajax.models import LlamaConfig
+from dynajax.models import Params
 from dynajax.train.fit import fits
 from dynajax.train.record import StepReport, SwitchReport
 from dynajax.train.trainer import Trainer
@@ -85,7 +85,7 @@ class Schedule:
                 )
 
 
-def tour(model: LlamaConfig, num_devices: int, steps: int) -> Schedule:
+def tour(parameters: Params, num_devices: int, steps: int) -> Schedule:
     """A schedule that shows every kind of switch which the model and the devices allow, evenly over ``steps``.
 
     On 8 devices: dp2.tp4, fsdp8, tp8, tp4 on the first 4 devices, dp8 and dp2.tp4 again.
@@ -94,7 +94,7 @@ def tour(model: LlamaConfig, num_devices: int, steps: int) -> Schedule:
     first = {"dp": num_devices // half, "tp": half}
     stops = [first, {"fsdp": num_devices}, {"tp": num_devices}, {"tp": half}, {"dp": num_devices}, first]
     texts = (".".join(f"{axis}{n}" for axis, n in stop.items() if n > 1) or "dp1" for stop in stops)
-    places = [place for place in map(Placement.parse, texts) if fits(model, place, num_devices)]
+    places = [place for place in map(Placement.parse, texts) if fits(parameters, place, num_devices)]
     places = [place for place, _ in itertools.groupby(places)][:steps]
     switches = [Switch(i * steps // len(places), place) for i, place in enumerate(places)]
     return Schedule(places[0], tuple(switches[1:]))

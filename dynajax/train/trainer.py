@@ -16,9 +16,10 @@ from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig
 from dynajax.planner import Plan
 from dynajax.train.job import Data, make_job
-from dynajax.train.prepare import K, Move, Preparation, Shelf, V, Workshop, begin
+from dynajax.train.prepare import Move, Preparation, Workshop, begin
 from dynajax.train.record import StepReport, SwitchReport
 from dynajax.train.state import TrainState
+from dynajax.train.step import CompiledStep
 
 
 class Trainer:
@@ -93,7 +94,7 @@ class Trainer:
             StrategyError: a placement fits neither model nor devices.
             BudgetError: the budget cannot hold the move.
         """
-        return self.workshop.plans.get(Move(self.job.place(source), self.job.place(target)), self.deadline_s)
+        return self.workshop.plan(Move(self.job.place(source), self.job.place(target)))
 
     def prepare(self, strategy: str | Strategy | Placement) -> Preparation:
         """Begin to compile the step of ``strategy`` and to plan the move to it, in the background.
@@ -111,9 +112,10 @@ class Trainer:
         """
         start = time.perf_counter()
         move = Move(self.placement, self.job.place(strategy))
-        prepared = begin(self.workshop, move).done()
-        plan, plan_s = self._timed(self.workshop.plans, move)
-        compiled, compile_s = self._timed(self.workshop.steps, move.target)
+        prepared = Preparation(self.workshop, move).done()
+        plan = self.workshop.plan(move)
+        plan_s = time.perf_counter() - start
+        compiled, compile_s = self._step_of(move.target)
         try:
             state, report = reshard(self.state, compiled.layout, budget=plan.budget, donate=True, plan=plan)
         except (RuntimeError, MemoryError, OSError) as error:
@@ -138,12 +140,11 @@ class Trainer:
             prepared=prepared,
         )
 
-    def _timed(self, shelf: Shelf[K, V], key: K) -> tuple[V, float]:
-        """What ``shelf`` has for ``key``, and the seconds it took to make it: 0 if it was there."""
-        if shelf.ready(key):
-            return shelf.get(key, self.deadline_s), 0.0
-        start = time.perf_counter()
-        return shelf.get(key, self.deadline_s), time.perf_counter() - start
+    def _step_of(self, placement: Placement) -> tuple[CompiledStep, float]:
+        """The compiled step of ``placement``, and the seconds it took to compile it: 0 if it was there."""
+        start, ready = time.perf_counter(), self.workshop.steps.ready(placement)
+        compiled = self.workshop.steps.get(placement, self.deadline_s)
+        return compiled, 0.0 if ready else time.perf_counter() - start
 
 
 def _left_of(state: TrainState) -> str:

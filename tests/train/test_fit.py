@@ -2,10 +2,10 @@ import pytest
 
 from dynajax.errors import StrategyError
 from dynajax.meshes import Placement, Strategy
-from dynajax.models import preset
+from dynajax.models import parameter_specs, preset
 from dynajax.train.fit import batch_shards, fits, require_fit, similar
 
-TINY, SMALL = preset("tiny"), preset("small")
+TINY, SMALL = parameter_specs(preset("tiny")), parameter_specs(preset("small"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""A job that trains in milliseconds, independent references for it, and ways to look at states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dynajax import models
+from dynajax.data import Batches, MemoryDocuments
+from dynajax.meshes import Placement
+from dynajax.train import Trainer, TrainState
+from dynajax.train.job import Job, make_job
+
+MODEL = models.LlamaConfig(layers=2, hidden=16, ffn=32, heads=8, kv_heads=8, head_dim=4, vocab=256, tied=True)
+DOCUMENTS = tuple((f"def f{i}(x):\n    return x * {i}\n" * (1 + i % 5)).encode() for i in range(40))
+ROWS = 6
+
+PLACEMENTS = ["dp2.tp4", "fsdp8", "tp8", "tp4@4-7", "dp8", "dp2.fsdp2.tp2@7-0", "dp3@1-3", "dp1@5"]
+"""Every axis alone and in products, parts of the devices, the reverse order, and batches that need filler rows."""
+
+
+def data(rows: int = ROWS, seed: int = 0) -> Batches:
+    return Batches(MemoryDocuments(DOCUMENTS), batch_size=rows, seq_len=32, seed=seed)
+
+
+def adam() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-3, 1e-2, 4)))
+
+
+def trainer(strategy: str = "dp2.tp4", optimizer: optax.GradientTransformation | None = None, **more: Any) -> Trainer:
+    return Trainer(MODEL, optimizer or adam(), strategy, data(), devices=jax.devices()[:8], **more)
+
+
+def job(optimizer: optax.GradientTransformation | None = None) -> Job:
+    return make_job(MODEL, optimizer or adam(), data(), jax.devices()[:8])
+
+
+def random_state(job: Job, placement: Placement) -> TrainState:
+    """A state whose every number is another one, so that nothing can be lost unnoticed."""
+    rng = np.random.default_rng(0)
+
+    def fill(shape: Any, sharding: Any) -> jax.Array:
+        if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.key(rng.integers(2**31)), sharding)
+        values = rng.integers(1, 2**20, shape.shape) if shape.dtype.kind in "iu" else rng.normal(size=shape.shape)
+        return jax.device_put(jnp.asarray(values, shape.dtype), sharding)
+
+    return jax.tree.map(fill, job.shapes, job.layout(placement))
+
+
+def bits(tree: Any) -> list[Any]:
+    """Path, dtype and bytes of every leaf."""
+
+    def plain(leaf: jax.Array) -> np.ndarray:
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path), str(leaf.dtype), plain(leaf).tobytes()) for path, leaf in leaves]
+
+
+def reference_losses(steps: int, optimizer: optax.GradientTransformation | None = None) -> list[float]:
+    """Losses of the same training in plain JAX: one device, no shardings, no donation, no filler rows."""
+    optimizer, batches = optimizer or adam(), data()
+    params = models.init(MODEL, jax.random.split(jax.random.key(0))[0])
+    opt_state, losses = optimizer.init(params), []
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        logits = models.forward(MODEL, params, batch.tokens, batch.segment_ids, batch.positions)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets[..., None], axis=-1)[..., 0]
+        return -(chosen * batch.weights).sum() / batch.weights.sum()
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    for number in range(steps):
+        params, opt_state, value = step(params, opt_state, jax.tree.map(jnp.asarray, batches[number]))
+        losses.append(float(value))
+    return losses
+
+
+def largest_difference(losses: list[float], wanted: list[float]) -> float:
+    return float(np.max(np.abs(np.subtract(losses, wanted)) / np.abs(wanted)))
