@@ -12,7 +12,7 @@ Hetu); ``data/hydraulis_profiles.json`` is read as it was published.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
@@ -91,8 +91,8 @@ def costs_of(strategy: Strategy, costs: Iterable[PipelineCost]) -> tuple[Pipelin
     missing = [str(p) for p in pipelines_of(strategy) if p not in known]
     if missing:
         raise BalanceError(
-            f"strategy {strategy}: the profile has no cost for {missing[0]}, or it does not fit in memory; "
-            f"it has {', '.join(str(p) for p in known)}"
+            f"strategy {short_text(strategy)}: {missing[0]} is not in the profile, or does not fit in memory or in the "
+            f"buckets; there are {', '.join(str(p) for p in known) or 'none'}"
         )
     return tuple(known[p] for p in pipelines_of(strategy))
 
@@ -243,8 +243,3 @@ def short_text(strategy: Strategy) -> str:
     """The text form with equal neighbours counted: ``tp16|12*tp4``."""
     runs = [(str(p), len(list(same))) for p, same in groupby(strategy.pipelines)]
     return "|".join(f"{count}*{text}" if count > 1 else text for text, count in runs)
-
-
-def limited(cost: PipelineCost, max_len: int) -> PipelineCost:
-    """``cost`` with micro-batches of at most ``max_len`` tokens."""
-    return replace(cost, max_len=min(cost.max_len, max_len))

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from dynajax.balance.cost import Floats, Ints, PipelineCost
 from dynajax.balance.estimate import PLANNED, Estimate
 from dynajax.balance.exchange import NEVER, Assignment, Problem
+from dynajax.balance.shapes import Shapes
 from dynajax.errors import BalanceError
 
 STEPS_PER_PIPELINE = 12
@@ -60,7 +61,7 @@ def assign(
     kind: Ints,
     estimate: Estimate = PLANNED,
     *,
-    max_segments: int | None = None,
+    shapes: Shapes | None = None,
     may_idle: bool = False,
 ) -> Assignment:
     """``dispatch`` as an assignment that can be searched further.
@@ -70,7 +71,7 @@ def assign(
         kinds: the different pipelines.
         kind: int64 (pipelines,), which of them each pipeline is.
         estimate: how loads are priced.
-        max_segments: most sequences of a micro-batch; None for no limit.
+        shapes: rows that micro-batches will be padded to; None for rows as long as their sequences.
         may_idle: whether a pipeline may stay without work although there are sequences enough.
     """
     times = np.minimum(np.stack([cost.times(tokens) for cost in kinds]), NEVER)
@@ -79,8 +80,7 @@ def assign(
             f"a sequence has {tokens.max()} tokens and the roomiest pipeline holds {max(c.max_len for c in kinds)}: "
             "truncate or split it, or add a strategy with a larger pipeline"
         )
-    finish = estimate.finish(kinds, kind, max_segments or max(tokens.size, 1))
-    problem = Problem(times, kind, tokens, finish, may_idle)
+    problem = Problem(times, kind, tokens, estimate.finish(kinds, kind, shapes), may_idle)
     work = np.minimum(estimate.work(kinds, tokens), NEVER)
     starts = [_earliest_first(tokens, work, kinds, kind, estimate)]
     if any(cost.pp > 1 for cost in kinds):

@@ -20,6 +20,7 @@ import numpy as np
 
 from dynajax.balance.cost import Floats, Ints, PipelineCost
 from dynajax.balance.exchange import Finish
+from dynajax.balance.shapes import UNLIMITED, Shapes
 
 
 @dataclass(frozen=True)
@@ -49,24 +50,29 @@ class Estimate:
         mean = (self.constant(cost) * work / deep) ** 0.5 if deep else 0.0
         return deep * (self.share * max(longest, mean) + (1 - self.share) * mean)
 
-    def finish(self, kinds: Sequence[PipelineCost], kind: Ints, max_segments: int) -> Finish:
+    def finish(self, kinds: Sequence[PipelineCost], kind: Ints, shapes: Shapes | None = None) -> Finish:
         """The price that local search steers by.
 
         Args:
             kinds: the different pipelines.
             kind: int64 (pipelines,), which of them each pipeline is.
-            max_segments: most sequences of a micro-batch.
+            shapes: rows that micro-batches are padded to; None for rows as long as their sequences.
         """
         c = np.array([self.constant(cost) for cost in kinds])[kind]
         deep = np.array([cost.pp - 1 for cost in kinds])[kind]
         room = np.array([cost.max_len for cost in kinds])[kind]
+        rows = [shapes.rows(cost) if shapes else () for cost in kinds]
+        step = np.array([row[0] if row else 1 for row in rows])[kind]
+        padding = np.array([cost.b if shapes else 0.0 for cost in kinds])[kind]
+        max_segments = shapes.max_segments if shapes else UNLIMITED
 
         def done(bins: Ints, load: Floats, longest: Floats, tokens: Ints, items: Ints) -> Floats:
             fewest = np.maximum(-(-tokens // room[bins]), -(-items // max_segments))
-            if not deep.any():
-                return load + c[bins] * fewest
+            if not deep.any():  # all rows but one are full
+                return load + c[bins] * fewest + padding[bins] * (-tokens % step[bins])
             wanted = np.sqrt(deep[bins] * load / np.maximum(c[bins], 1e-9))
             count = np.maximum(np.maximum(fewest, np.minimum(wanted, items)), 1)
+            load = load + padding[bins] * count * (step[bins] / 2)
             mean = load / count
             slowest = np.maximum(longest, mean)
             bubble = deep[bins] * (self.share * slowest + (1 - self.share) * mean + c[bins])

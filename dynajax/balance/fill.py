@@ -14,12 +14,10 @@ from math import sqrt
 
 from dynajax.balance.cost import PipelineCost
 from dynajax.balance.pack import Packs, balanced, fewest, neighbours, order
-from dynajax.balance.shapes import Shapes
+from dynajax.balance.shapes import UNLIMITED, Shapes
 from dynajax.balance.simulate import published_ms, simulated_ms
 from dynajax.errors import BalanceError
 from dynajax.meshes import Pipeline
-
-_UNLIMITED = 1 << 60
 
 
 class Packing(Enum):
@@ -52,7 +50,7 @@ class FillOptions:
     @property
     def max_segments(self) -> int:
         """Most sequences of a micro-batch."""
-        return self.shapes.max_segments if self.shapes else _UNLIMITED
+        return self.shapes.max_segments if self.shapes else UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ class _Share:
     def row(self, pack: Sequence[int]) -> int:
         """Tokens of the row."""
         shapes = self._options.shapes
-        return shapes.padded(self.held(pack), self._cost.pipeline) if shapes else self.held(pack)
+        return shapes.padded(self.held(pack), self._cost) if shapes else self.held(pack)
 
     def ms(self, pack: Sequence[int]) -> float:
         """Time on one pipeline stage, as ``PipelineCost.microbatch_ms`` has it."""
@@ -153,12 +151,13 @@ class _Share:
         if options.microbatches is not None:
             return self._packs(options.microbatches, search)
         few = fewest(self._tokens, cost.max_len, options.max_segments)
-        if cost.pp == 1 and not search and options.packing is Packing.BALANCED:
-            return few  # of pipelines without bubbles only the sum matters
-        least = len(few)
         if options.packing is Packing.NEIGHBOURS:
-            least = next(count for count in range(least, len(self._tokens) + 1) if self._packs(count, False))
-        return self._packs(least if cost.pp == 1 else self._best_count(least), search)
+            least = next(count for count in range(len(few), len(self._tokens) + 1) if self._packs(count, False))
+            return self._packs(least if cost.pp == 1 else self._best_count(least), search)
+        if cost.pp == 1 and not search:
+            return few  # of pipelines without bubbles only the sum matters
+        packs = self._packs(len(few) if cost.pp == 1 else self._best_count(len(few)), search) or few
+        return packs if self.end(packs) <= self.end(few) else few  # few fills all rows but one: less padding
 
     def _best_count(self, least: int) -> int:
         """The number of packs with the earliest end: downhill from the one that suits equal packs."""

@@ -151,11 +151,13 @@ class Planner:
             options: how to plan.
 
         Raises:
-            BalanceError: there is no candidate, or one has a pipeline that is not in ``costs`` or, with the
-                given shapes, holds nothing.
+            BalanceError: there is no candidate, or one has a pipeline that is not in ``costs`` or that no
+                bucket fits.
         """
         self.options = options or PlanOptions()
-        self.candidates = tuple(_candidate(strategy, costs, self.options.filling) for strategy in candidates)
+        shapes = self.options.filling.shapes
+        fitting = shapes.limit(costs) if shapes else costs
+        self.candidates = tuple(_candidate(strategy, fitting) for strategy in candidates)
         if not self.candidates:
             raise BalanceError("no candidate strategies: give at least one")
 
@@ -217,18 +219,11 @@ class Planner:
             )
 
 
-def _candidate(strategy: Strategy, costs: Sequence[PipelineCost], filling: FillOptions) -> Candidate:
+def _candidate(strategy: Strategy, costs: Sequence[PipelineCost]) -> Candidate:
     each = costs_of(strategy, costs)
     kinds = tuple(dict.fromkeys(each))
     position = {cost.pipeline: k for k, cost in enumerate(kinds)}
     kind = tuple(position[cost.pipeline] for cost in each)
-    if filling.shapes:
-        kinds = tuple(replace(cost, max_len=filling.shapes.room(cost)) for cost in kinds)
-    small = [str(cost.pipeline) for cost in kinds if cost.max_len < 1]
-    if small:
-        raise BalanceError(
-            f"{small[0]} of strategy {short_text(strategy)} is too small for every bucket: add a smaller"
-        )
     pipelines = tuple(cost.pipeline for cost in each)
     return Candidate(Strategy(pipelines), kinds, kind)
 
@@ -242,9 +237,8 @@ class _Shared:
 
 
 def _dispatched(tokens: Ints, candidate: Candidate, options: PlanOptions) -> Assignment:
-    segments = options.filling.max_segments
     kind = np.array(candidate.kind)
-    return assign(tokens, candidate.kinds, kind, max_segments=segments, may_idle=options.may_idle)
+    return assign(tokens, candidate.kinds, kind, shapes=options.filling.shapes, may_idle=options.may_idle)
 
 
 def _share_out(tokens: Ints, candidate: Candidate, options: PlanOptions, limit: float) -> _Shared:

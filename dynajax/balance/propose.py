@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dynajax.balance.compose import Mix, compose, group, prefixes
 from dynajax.balance.cost import Floats, Ints, PipelineCost
@@ -20,6 +21,7 @@ from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
 
 _GROUPS = 24
+_TOKENS = 10_000_000  # of data that mixes are made for, in 6 to 32 batches
 _NEAR = 0.05  # on a sample, mixes that cannot end within this of the best are not planned
 _WORTH = 1e-3  # relative gain on the samples below which one more candidate is not worth compiling
 
@@ -40,8 +42,8 @@ class Proposal:
 
 
 def enough_samples(tokens: int) -> int:
-    """Sample batches to propose from: ten million tokens of data, from 6 to 32 batches of ``tokens``."""
-    return min(max(10_000_000 // tokens, 6), 32)
+    """Sample batches of ``tokens`` to draw, so that rare long sequences are among them: 48 to 256."""
+    return min(max(80_000_000 // tokens, 48), 256)
 
 
 def propose(
@@ -69,23 +71,23 @@ def propose(
     filled = [np.asarray(tokens, np.int64) for tokens in samples if len(tokens)]
     if not filled or most < 1:
         raise BalanceError(f"{len(filled)} sample batches with sequences and most={most}: give at least one of each")
-    kinds = [cost for cost in costs if cost.devices <= devices]
+    shapes = (options or PlanOptions()).filling.shapes
+    kinds = [cost for cost in (shapes.limit(costs) if shapes else costs) if cost.devices <= devices]
     if not kinds or longest > max(cost.max_len for cost in kinds):
         raise BalanceError(
             f"no pipeline of at most {devices} devices holds {longest} tokens; "
             f"the roomiest holds {max((cost.max_len for cost in kinds), default=0)}: cut sequences or add devices"
         )
-    mixes = _mixes(filled, kinds, devices, longest)
-    planner = Planner([strategy(mix, kinds) for mix in mixes], kinds, options)
-    prices = [planner.prices(tokens, _NEAR) for tokens in filled]
+    drawn = _representative(filled)
+    mixes = _mixes(drawn, kinds, devices, longest)
+    planner = Planner([strategy(mix, kinds) for mix in mixes], costs, options)
+    prices = [planner.prices(sample.tokens, _NEAR) for sample in drawn]
     ends, work = np.stack([p.ms for p in prices]), np.stack([p.work_ms for p in prices])
+    weights = np.array([sample.weight for sample in drawn])
     roomy = np.array([candidate.room >= longest for candidate in planner.candidates])
-    chosen = _choose(ends, work.mean(axis=0), roomy, most)
-    return Proposal(
-        tuple(planner.candidates[index].strategy for index in chosen),
-        len(mixes),
-        float(ends[:, chosen].min(axis=1).mean()),
-    )
+    chosen = _choose(ends, work, weights / weights.sum(), roomy, most)
+    sample_ms = float(np.average(ends[:, chosen].min(axis=1), weights=weights))
+    return Proposal(tuple(planner.candidates[index].strategy for index in chosen), len(mixes), sample_ms)
 
 
 def strategy(mix: Mix, kinds: Sequence[PipelineCost]) -> Strategy:
@@ -94,17 +96,42 @@ def strategy(mix: Mix, kinds: Sequence[PipelineCost]) -> Strategy:
     return Strategy(tuple(kinds[k].pipeline for k in ranked for _ in range(mix.copies[k])))
 
 
-def _mixes(samples: Sequence[Ints], kinds: Sequence[PipelineCost], devices: int, longest: int) -> list[Mix]:
-    """Different mixes, one at least with room for ``longest``."""
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """A batch that stands for ``weight`` batches."""
+
+    tokens: Ints
+    weight: int
+
+
+def _representative(samples: Sequence[Ints]) -> list[_Sample]:
+    """A few samples for all: each of those with the most attention work, and one for every so many others.
+
+    Long sequences decide the mix and are rare, so an even draw of a few batches would miss them.
+    """
+    ranked = sorted(samples, key=lambda tokens: -float(tokens @ tokens))
+    mean = sum(int(tokens.sum()) for tokens in samples) / len(samples)
+    count = int(min(max(_TOKENS / mean, 6), 32, len(samples)))
+    alone = count // 4
+    others = np.array_split(np.arange(alone, len(ranked)), count - alone)
+    return [_Sample(tokens, 1) for tokens in ranked[:alone]] + [
+        _Sample(ranked[part[part.size // 2]], part.size) for part in others
+    ]
+
+
+def _mixes(samples: Sequence[_Sample], kinds: Sequence[PipelineCost], devices: int, longest: int) -> list[Mix]:
+    """Different mixes: the best of each sample, of all shorter sequences of all, and a homogeneous one."""
     rooms = [cost.max_len for cost in kinds]
-    every = np.concatenate(samples)
-    pooled = np.append(every, longest) if every.max() < longest else every
-    found = [compose(group(tokens, _GROUPS, rooms), kinds, devices) for tokens in samples]
-    found += prefixes(group(pooled, _GROUPS, rooms, len(samples)), kinds, devices)
+    every = np.append(np.concatenate([sample.tokens for sample in samples]), longest)
+    found = [compose(group(sample.tokens, _GROUPS, rooms), kinds, devices) for sample in samples]
+    found += prefixes(group(every, _GROUPS, rooms, len(samples)), kinds, devices)
+    for k, cost in enumerate(kinds):
+        if cost.max_len >= longest and devices % cost.devices == 0:
+            found.append(Mix(tuple(devices // cost.devices * (i == k) for i in range(len(kinds))), float("inf")))
     return list({mix.copies: mix for mix in found}.values())
 
 
-def _choose(ends: Floats, work: Floats, roomy: np.ndarray, most: int) -> list[int]:
+def _choose(ends: Floats, work: Floats, weights: Floats, roomy: NDArray[np.bool_], most: int) -> list[int]:
     """Columns of ``ends`` (samples, mixes), one after the other those that lower the mean of the row minima most.
 
     Of equally good ones it is that with the least ``work``: it has slack for batches unlike the samples.
@@ -113,11 +140,11 @@ def _choose(ends: Floats, work: Floats, roomy: np.ndarray, most: int) -> list[in
     chosen: list[int] = []
     now = np.full(len(ends), np.inf)
     while len(chosen) < most:
-        means = np.minimum(now[:, None], ends).mean(axis=0)
+        means = weights @ np.minimum(now[:, None], ends)
         means = means if chosen else np.where(roomy, means, np.inf)
-        if chosen and means.min() > now.mean() * (1 - _WORTH):
+        if chosen and means.min() > weights @ now * (1 - _WORTH):
             break
-        equal = means <= means.min() * (1 + 1e-9)
-        chosen.append(int(np.flatnonzero(equal)[work[equal].argmin()]))
+        equal = np.flatnonzero(means <= means.min() * (1 + 1e-9))
+        chosen.append(int(equal[(weights @ work[:, equal]).argmin()]))
         now = np.minimum(now, ends[:, chosen[-1]])
     return chosen

@@ -139,13 +139,14 @@ def _min_max(times: Floats, bubbles: Floats, room: Floats, tokens: Ints, seconds
     ]
     if np.isfinite(room).all():
         held = coo_array((tokens[item].astype(np.float64), (index, flat)), (bins, variables))
-        constraints.append(LinearConstraint(held, -np.inf, room))
+        constraints.append(LinearConstraint(held, -np.inf, room))  # pyright: ignore[reportArgumentType]
     upper = np.append(np.isfinite(times).astype(np.float64).ravel(), np.full(bins + 1, np.inf))
     goal = np.zeros(variables)
     goal[-1] = 1
     integral = np.append(np.ones(x), np.zeros(bins + 1))
+    within = Bounds(0, upper)  # pyright: ignore[reportArgumentType]
     solved: OptimizeResult = milp(
-        goal, integrality=integral, bounds=Bounds(0, upper), constraints=constraints, options={"time_limit": seconds}
+        goal, integrality=integral, bounds=within, constraints=constraints, options={"time_limit": seconds}
     )
     bound = float(solved.mip_dual_bound) if solved.mip_dual_bound is not None else 0.0
     if solved.x is None:

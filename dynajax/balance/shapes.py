@@ -1,76 +1,67 @@
 """Bounded shapes: packed rows come in a few lengths, so that a job compiles a bounded number of programs.
 
-A micro-batch is padded to the smallest bucket that holds it, and holds a bounded number of segments.
-A program is compiled for a pipeline, a bucket and that bound, hence at most buckets × kinds of
-pipelines of them, however the data vary.
+A pipeline has a number of row lengths, evenly up to what it holds. A micro-batch is padded to the
+smallest that holds it, and has a bounded number of segments. A program is compiled for a kind of
+pipeline, a row length and that bound, hence at most buckets × kinds of them, however the data vary.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import lcm
 
 from dynajax.balance.cost import PipelineCost
 from dynajax.errors import BalanceError
-from dynajax.meshes import Pipeline
 
-
-def alignment(pipeline: Pipeline) -> int:
-    """A packed row is a multiple of this, so that tp and cp cut it into equal parts."""
-    return pipeline.size("tp") * pipeline.size("cp")
+UNLIMITED = 1 << 60
+"""Sequences of a row without a bound."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The row lengths that are compiled.
+    """The rows that are compiled.
 
     Attributes:
-        buckets: tokens of a row, increasing.
+        buckets: row lengths of a kind of pipeline, at most.
         max_segments: most sequences of a row.
+        align: row lengths are multiples of this, and of tp·cp, which cut a row into equal parts.
     """
 
-    buckets: tuple[int, ...]
+    buckets: int
     max_segments: int
+    align: int = 128
 
     def __post_init__(self) -> None:
-        if not self.buckets or min(self.buckets) < 1 or list(self.buckets) != sorted(set(self.buckets)):
-            raise BalanceError(f"buckets {self.buckets}: give increasing numbers of tokens, at least one")
-        if self.max_segments < 1:
-            raise BalanceError(f"max_segments={self.max_segments}: a row holds at least one sequence")
+        if min(self.buckets, self.max_segments, self.align) < 1:
+            raise BalanceError(
+                f"buckets={self.buckets}, max_segments={self.max_segments}, align={self.align}: all must be 1 or more"
+            )
 
-    @staticmethod
-    def geometric(longest: int, count: int, max_segments: int, align: int = 128) -> Shapes:
-        """At most ``count`` buckets, each √2 or more times the one before, that end at ``longest`` rounded up.
+    def rows(self, cost: PipelineCost) -> tuple[int, ...]:
+        """Row lengths in tokens, increasing; none if the pipeline does not hold the shortest possible row."""
+        unit = lcm(self.align, cost.pipeline.size("tp") * cost.pipeline.size("cp"))
+        units = cost.max_len // unit
+        return tuple(sorted({-(-units * i // self.buckets) * unit for i in range(1, self.buckets + 1)} - {0}))
 
-        Buckets closer than that save little; without enough lengths between ``align`` and ``longest``
-        there are fewer.
-        """
-        if longest < 1 or count < 1 or align < 1:
-            raise BalanceError(f"buckets up to {longest} tokens, {count} of them, aligned to {align}: give 1 or more")
-        largest = -(-longest // align) * align
-        steps = largest / np.sqrt(2) ** np.arange(count)
-        rounded = {int(-(-step // align)) * align for step in steps}
-        return Shapes(tuple(sorted(rounded)), max_segments)
-
-    def padded(self, tokens: int, pipeline: Pipeline) -> int:
-        """Tokens of the row that holds ``tokens``, a multiple of the pipeline's ``alignment``.
+    def padded(self, tokens: int, cost: PipelineCost) -> int:
+        """Tokens of the row that holds ``tokens``.
 
         Raises:
-            BalanceError: no bucket holds them.
+            BalanceError: no row does.
         """
-        at = bisect_left(self.buckets, tokens)
-        if at == len(self.buckets):
-            raise BalanceError(f"{tokens} tokens are more than the largest bucket, {self.buckets[-1]}: add a bucket")
-        return _up(self.buckets[at], pipeline)
+        rows = self.rows(cost)
+        at = bisect_left(rows, tokens)
+        if at == len(rows):
+            raise BalanceError(
+                f"{tokens} tokens do not fit into a row of {cost.pipeline}, which has "
+                f"{', '.join(map(str, rows)) or 'none'} tokens of {cost.max_len} aligned to {self.align}: "
+                "split the sequence or choose a larger pipeline"
+            )
+        return rows[at]
 
-    def room(self, cost: PipelineCost) -> int:
-        """Most tokens of a micro-batch: the largest bucket that, aligned, is within MaxLen; 0 if there is none."""
-        fitting = [bucket for bucket in self.buckets if _up(bucket, cost.pipeline) <= cost.max_len]
-        return fitting[-1] if fitting else 0
-
-
-def _up(bucket: int, pipeline: Pipeline) -> int:
-    unit = alignment(pipeline)
-    return -(-bucket // unit) * unit
+    def limit(self, costs: Sequence[PipelineCost]) -> tuple[PipelineCost, ...]:
+        """``costs`` with ``max_len`` the longest row, without the pipelines that have none."""
+        listed = ((cost, self.rows(cost)) for cost in costs)
+        return tuple(replace(cost, max_len=rows[-1]) for cost, rows in listed if rows)
