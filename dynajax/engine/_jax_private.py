@@ -14,12 +14,18 @@ from jax._src.interpreters import pxla
 from jax.sharding import Sharding, SingleDeviceSharding
 
 
-def assemble(like: jax.Array, sharding: Sharding, buffers: Sequence[Any], devices: Sequence[jax.Device]) -> jax.Array:
-    """An array with shape, dtype and weak type of ``like`` made of one buffer a device, in the sharding's order.
+def assemble(
+    shape: tuple[int, ...],
+    like: jax.Array,
+    sharding: Sharding,
+    buffers: Sequence[Any],
+    devices: Sequence[jax.Device],
+) -> jax.Array:
+    """An array with dtype and weak type of ``like`` made of one buffer a device, in the sharding's order.
 
     A numpy buffer that is aligned to 64 bytes is used where it lies; a jax array on its device is shared.
     """
-    aval = core.update_aval_with_sharding(core.ShapedArray(like.shape, like.dtype, weak_type=_weak(like)), sharding)
+    aval = core.update_aval_with_sharding(core.ShapedArray(shape, like.dtype, weak_type=_weak(like)), sharding)
     return pxla.batched_device_put(aval, sharding, buffers, devices, True)  # pyright: ignore[reportArgumentType]
 
 

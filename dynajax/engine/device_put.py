@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.tree import Leaf
-from dynajax.errors import CheckError
+from dynajax.errors import CheckError, TargetError
 from dynajax.planner import Move
 
 
@@ -26,10 +26,12 @@ class DevicePut:
         """See ``Transport.run``."""
         moved: list[jax.Array] = []
         for _, leaf in stage:
+            if not (leaf.source.is_plain and leaf.target.is_plain):
+                raise TargetError(f"{leaf.tensor.path}: padded and permuted arrays move only between CPU devices yet")
             with self._watch.phase("move"):
                 source = leaf.array if share else jnp.copy(leaf.array)
                 # One at a time: each may be a collective program, and two in flight can deadlock.
-                moved.append(jax.block_until_ready(jax.device_put(source, leaf.target)))
+                moved.append(jax.block_until_ready(jax.device_put(source, leaf.target.sharding)))
             if check:
                 with self._watch.phase("verify"):
                     _compare(leaf, moved[-1])

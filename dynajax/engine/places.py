@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from dynajax.engine.tree import Leaf
+from dynajax.engine.tree import Leaf, Stored
 from dynajax.errors import LayoutError, TargetError
-from dynajax.vps import Layout, Space, Tiling, named_tiling
+from dynajax.vps import Layout, Space, Tiling, named_tiling, stored_tiling
 
 Place = tuple[jax.Device, str | None]
 
@@ -79,13 +79,19 @@ def layouts(leaves: list[Leaf], places: Places) -> tuple[Layout, Layout]:
     """Source and target layout of the leaves."""
     space = Space(tuple(leaf.tensor for leaf in leaves))
     return (
-        Layout(space, tuple(_tiling(leaf, leaf.array.sharding, places) for leaf in leaves)),
+        Layout(space, tuple(_tiling(leaf, leaf.source, places) for leaf in leaves)),
         Layout(space, tuple(_tiling(leaf, leaf.target, places) for leaf in leaves)),
     )
 
 
-def _tiling(leaf: Leaf, sharding: Sharding, places: Places) -> Tiling:
+@functools.lru_cache(maxsize=4096)
+def _stored_tiling(stored: Stored, places: Places) -> Tiling:
+    array = array_tiling(stored.sharding, stored.array_shape, places)
+    return array if stored.is_plain else stored_tiling(array, stored.shape, stored.pieces)
+
+
+def _tiling(leaf: Leaf, stored: Stored, places: Places) -> Tiling:
     try:
-        return array_tiling(sharding, leaf.tensor.shape, places)
+        return _stored_tiling(stored, places)
     except LayoutError as error:
         raise TargetError(f"{leaf.tensor.path}: {error}") from None

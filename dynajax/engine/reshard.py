@@ -24,7 +24,14 @@ from dynajax.planner import Plan, build_plan
 DEFAULT_BUDGET = "64MB"
 
 
-def plan_reshard(tree: Any, shardings: Any, *, budget: int | str = DEFAULT_BUDGET, donate: bool = False) -> Plan:
+def plan_reshard(
+    tree: Any,
+    shardings: Any,
+    *,
+    budget: int | str = DEFAULT_BUDGET,
+    donate: bool = False,
+    stored: Any = None,
+) -> Plan:
     """Plan what ``reshard`` would do with the same arguments; needs shapes and shardings, no data.
 
     Args:
@@ -32,26 +39,27 @@ def plan_reshard(tree: Any, shardings: Any, *, budget: int | str = DEFAULT_BUDGE
         shardings: targets, as for ``reshard``.
         budget: bytes, or text such as ``"64MB"``.
         donate: whether the source would be given up.
+        stored: how the arrays of ``tree`` store their tensors, as for ``reshard``.
 
     Raises:
         TargetError: the targets do not fit the tree; names the paths.
         BudgetError: the budget cannot hold the smallest stage; names the leaf and the smallest budget that does.
     """
-    leaves, _, _ = read_tree(tree, shardings)
+    leaves, _, _ = read_tree(tree, shardings, stored)
     return _plan(leaves, _places(leaves), parse_bytes(budget), donate)
 
 
-def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan) -> None:
+def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None) -> None:
     """Compile what ``reshard`` with this plan will need, so that it compiles nothing; may run in a thread of its own.
 
     Args:
-        tree, shardings: as for ``plan_reshard``; no data is needed.
+        tree, shardings, stored: as for ``plan_reshard``; no data is needed.
         plan: what ``plan_reshard`` made of them.
 
     Raises:
         TargetError: the plan is for another state or other targets.
     """
-    leaves, _, _ = read_tree(tree, shardings)
+    leaves, _, _ = read_tree(tree, shardings, stored)
     unique, _ = _without_repeats(leaves)
     places = _places(leaves)
     _checked(plan, unique, places)
@@ -71,6 +79,7 @@ def reshard(
     donate: bool = False,
     check: bool = False,
     plan: Plan | None = None,
+    stored: Any = None,
 ) -> tuple[Any, Report]:
     """Move every array of a state to a new sharding, on any devices of this process.
 
@@ -87,6 +96,8 @@ def reshard(
             source stays usable whatever happens to the result.
         check: replicas of the source must agree, and every moved byte must equal its source.
         plan: a plan made earlier by ``plan_reshard`` for this state and these targets; its budget and ``donate`` hold.
+        stored: a tree of ``Stored`` for arrays that store their tensors padded or in another order (as targets may ask
+            for, too); None if every array is its tensor.
 
     Returns:
         The moved tree and a report of its time and bytes.
@@ -98,7 +109,7 @@ def reshard(
     """
     watch = Stopwatch()
     with watch.phase("plan"):
-        leaves, all_leaves, treedef = read_tree(tree, shardings)
+        leaves, all_leaves, treedef = read_tree(tree, shardings, stored)
         unique, again = _without_repeats(leaves)
         _refuse_unusable(leaves)
         places = _places(leaves)
@@ -145,7 +156,7 @@ def _transport(places: Places, watch: Stopwatch) -> Transport:
 
 
 def _places(leaves: Iterable[Leaf]) -> Places:
-    return Places.of(s for leaf in leaves for s in (leaf.array.sharding, leaf.target))
+    return Places.of(s for leaf in leaves for s in (leaf.source.sharding, leaf.target.sharding))
 
 
 def _refuse_unusable(leaves: list[Leaf]) -> None:
@@ -155,7 +166,7 @@ def _refuse_unusable(leaves: list[Leaf]) -> None:
             raise TargetError(f"{path}: the leaf is a {type(array).__name__} without data; give the array itself")
         if array.is_deleted():
             raise TargetError(f"{path}: the array was deleted or donated; give the state that the last step returned")
-        if not (array.is_fully_addressable and leaf.target.is_fully_addressable):
+        if not (array.is_fully_addressable and leaf.target.sharding.is_fully_addressable):
             raise TargetError(f"{path}: source and target must be on devices of this process")
 
 
@@ -194,6 +205,6 @@ def _copies_of(
     again: list[tuple[Leaf, Leaf]], moved: dict[int, jax.Array], places: Places, watch: Stopwatch
 ) -> dict[int, jax.Array]:
     """Arrays of their own for leaves that repeat others, made of the moved first ones."""
-    leaves = [Leaf(leaf.index, leaf.tensor, moved[known.index], leaf.target) for leaf, known in again]
+    leaves = [Leaf(leaf.index, leaf.tensor, moved[known.index], known.target, leaf.target) for leaf, known in again]
     plan = build_plan(*layouts(leaves, places), budget=0, donate=False)
     return _run(plan, leaves, places, watch, check=False)[0]

@@ -80,6 +80,8 @@ class SharedMemory:
         with self._watch.phase("group"):
             for kind, alike in _by_kind(fills).items():
                 _allocate(kind, alike)
+            for fill in fills:
+                fill.clear_padding()
             copies = [copy for fill in fills for copy in fill.copies()]
         with self._watch.phase("move"):
             list(self._pool.map(_copy_batch, _batches(copies)))
@@ -137,13 +139,14 @@ class _Outline:
 
     def __init__(self, move: Move, leaf: Leaf, places: Places) -> None:
         self.move, self.leaf = move, leaf
-        self.order = private.device_order(leaf.target)
-        self.target_number = places.numbers(leaf.target)
+        self.order = private.device_order(leaf.target.sharding)
+        self.target_number = places.numbers(leaf.target.sharding)
         self.kept = set(move.kept.tolist())
         dtype, inner = private.physical_element(leaf.array.dtype)
         filled = tuple(d for d in self.order if self.target_number[d] not in self.kept)
-        shape = (*leaf.target.shard_shape(leaf.array.shape), *inner)
-        default = all(memory_kind(leaf.target) == d.default_memory().kind for d in filled[:1])
+        self.inner = inner
+        shape = (*leaf.target.sharding.shard_shape(leaf.target.array_shape), *inner)
+        default = all(memory_kind(leaf.target.sharding) == d.default_memory().kind for d in filled[:1])
         self.kind = _Kind(filled, shape, dtype, default)
 
 
@@ -157,6 +160,12 @@ class _Fill(_Outline):
         self.pieces = {number[s.device]: s.data for s in self.base.addressable_shards}
         self.slab: dict[int, Words] = {}
         self.owned: dict[int, jax.Array] = {}
+
+    def clear_padding(self) -> None:
+        """Zeros in buffers that the copies do not fill."""
+        if not self.leaf.target.is_plain:
+            for buffer in self.slab.values():
+                buffer[...] = 0
 
     def copies(self) -> list[Copy]:
         """``(to, from)`` views of every box to copy."""
@@ -188,7 +197,8 @@ class _Fill(_Outline):
             else:
                 piece = self.pieces[number]
                 buffers.append(piece if share else np.asarray(piece))
-        made = private.assemble(self.base, self.leaf.target, buffers, self.order)
+        goal = self.leaf.target
+        made = private.assemble((*goal.array_shape, *self.inner), self.base, goal.sharding, buffers, self.order)
         if self.base is self.leaf.array:
             return made
         return jax.random.wrap_key_data(made, impl=jax.random.key_impl(self.leaf.array))

@@ -125,6 +125,8 @@ def _own_rows(atoms: Atoms, holder: Ints, atom: Ints, device: Ints) -> Ints:
 
 def unchanged_devices(source: Tiling, target: Tiling) -> Ints:
     """Devices whose buffer holds the same elements at the same places before and after."""
+    if source.room != target.room:
+        return np.empty(0, np.int64)
     order = [np.lexsort((t.region.offset, t.holder)) for t in (source, target)]
     width = 1 + max((int(t.holder.max(initial=-1)) for t in (source, target)), default=-1)
     counts = [np.bincount(t.holder, minlength=width) for t in (source, target)]

@@ -28,12 +28,14 @@ class Tiling:
         holder: device number that holds each box, shape (boxes,). A box that several devices hold has a row for each.
         region: the boxes, each addressed in its holder's buffer.
         partial: False if any holder of an element will do; True if all holders must be summed.
+        room: elements of every holder's buffer, where padding makes it larger than its boxes; None: just the boxes.
     """
 
     shape: tuple[int, ...]
     holder: Ints
     region: Region
     partial: bool = False
+    room: int | None = None
 
     @staticmethod
     def of_boxes(shape: Sequence[int], holder: Ints, lo: Ints, hi: Ints) -> Tiling:
@@ -61,7 +63,7 @@ class Tiling:
     @cached_property
     def key(self) -> bytes:
         """Equal for tilings that say the same; a cache key and a part of a plan's digest."""
-        digest = hashlib.sha256(repr((self.shape, self.partial, self.region.lo.shape)).encode())
+        digest = hashlib.sha256(repr((self.shape, self.partial, self.room, self.region.lo.shape)).encode())
         for part in (self.holder, self.region.lo, self.region.hi, self.region.offset, self.region.stride):
             digest.update(np.ascontiguousarray(part).tobytes())
         return digest.digest()
@@ -71,8 +73,12 @@ class Tiling:
         return self.region.take(self.holder == device)
 
     def elements(self, devices: int) -> Ints:
-        """Elements that each device holds, for device numbers below ``devices``."""
-        return sums(self.holder, self.region.volumes, devices)
+        """Elements of each device's buffer, for device numbers below ``devices``."""
+        if self.room is None:
+            return sums(self.holder, self.region.volumes, devices)
+        held = np.zeros(devices, np.int64)
+        held[self.devices] = self.room
+        return held
 
     def validate(self, name: str = "the tensor") -> None:
         """Check that the boxes cover the tensor and nothing else, and that no device holds an element twice.

@@ -30,7 +30,7 @@ def test_assemble_uses_aligned_numpy_memory_and_jax_buffers_where_they_lie() -> 
     order = private.device_order(x.sharding)
     pieces = {s.device: s.data for s in x.addressable_shards}
     buffers = [own if k == 2 else pieces[d] for k, d in enumerate(order)]
-    made = private.assemble(x, x.sharding, buffers, order)
+    made = private.assemble(x.shape, x, x.sharding, buffers, order)
     pointers = {s.device: s.data.unsafe_buffer_pointer() for s in made.addressable_shards}
     assert pointers == {
         d: own.ctypes.data if k == 2 else pieces[d].unsafe_buffer_pointer() for k, d in enumerate(order)
@@ -42,7 +42,7 @@ def test_a_disowned_array_is_deleted_and_its_buffers_live_on() -> None:
     x = _array()
     want = np.arange(32, dtype=np.float32).reshape(8, 4)
     pieces = [s.data for s in x.addressable_shards]
-    heir = private.assemble(x, x.sharding, pieces, private.device_order(x.sharding))
+    heir = private.assemble(x.shape, x, x.sharding, pieces, private.device_order(x.sharding))
     pointers = [p.unsafe_buffer_pointer() for p in pieces]
     del pieces
     disowner = private.Disowner()

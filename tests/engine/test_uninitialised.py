@@ -22,7 +22,12 @@ def _host() -> dict[str, Any]:
     words = rng.integers(0, 2**32, (9, SIDE, SIDE), dtype=np.uint32)
     leaves: dict[str, Any] = {f"f32 {k}": w.view(np.float32) for k, w in enumerate(words[:7])}
     half = words[8].view(np.uint16).reshape(SIDE, 2 * SIDE).view(jnp.bfloat16)
-    return leaves | {"i32": words[7].view(np.int32), "bf16": half, "vector": np.arange(SIDE, dtype=np.int32), "step": np.int32(5)}
+    return leaves | {
+        "i32": words[7].view(np.int32),
+        "bf16": half,
+        "vector": np.arange(SIDE, dtype=np.int32),
+        "step": np.int32(5),
+    }
 
 
 def _on(name: str) -> dict[str, NamedSharding]:
