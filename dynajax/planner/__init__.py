@@ -5,6 +5,10 @@ from dynajax.planner.build import build_plan as build_plan
 from dynajax.planner.memory import Memory as Memory
 from dynajax.planner.plan import Move as Move
 from dynajax.planner.plan import Plan as Plan
+from dynajax.planner.price import Price as Price
+from dynajax.planner.price import price_plan as price_plan
+from dynajax.planner.price import rank_targets as rank_targets
+from dynajax.planner.price import worth_it as worth_it
 from dynajax.planner.roles import assign_roles as assign_roles
 from dynajax.planner.roles import renumbered as renumbered
 from dynajax.planner.route import Copies as Copies

@@ -7,16 +7,16 @@ A plan knows no devices and no transport. It can be proved (``verify``), compare
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from dynajax.bytesize import format_bytes
 from dynajax.meshes import Topology
 from dynajax.planner.memory import Footprint, Memory
+from dynajax.planner.rounds import Rounds, coloured_rounds
 from dynajax.planner.route import Copies, Route, missing
 from dynajax.vps.region import Ints
 from dynajax.vps.space import Tensor
@@ -105,18 +105,19 @@ class Plan:
     @cached_property
     def traffic(self) -> Traffic:
         """All that crosses from one device to another."""
-        return self.traffic_of(lambda route: route.sent)
-
-    def traffic_of(self, chosen: Any) -> Traffic:
-        """Bytes of the pieces that ``chosen(route)`` masks, by pair of devices."""
         n = max(self.num_devices, 1)
         pairs, nbytes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for route, itemsize in self.routes:
-            rows = chosen(route)
+            rows = route.sent
             pairs.append(route.sender[rows] * n + route.receiver[rows])
             nbytes.append(route.volumes[rows] * itemsize)
         pair, at = np.unique(np.concatenate(pairs), return_inverse=True)
         return Traffic(*np.divmod(pair, n), sums(at.ravel(), np.concatenate(nbytes), len(pair)))
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        """The messages in rounds of one partner a device; ``planner.price`` looks for the cheapest."""
+        return coloured_rounds(self.traffic.sender, self.traffic.receiver, self.traffic.nbytes)
 
     @cached_property
     def bytes_sent(self) -> Ints:
@@ -177,14 +178,22 @@ class Plan:
         """The most that a device holds above its base."""
         return self.footprint.extra(self.donate)
 
-    def verify(self, tensors: Mapping[str, Any] | None = None) -> None:
-        """Prove the plan; see ``planner.proof.prove`` and, where ``tensors`` are given, ``planner.virtual.verify``."""
+    def verify(self, numpy_below: int = 2**20) -> None:
+        """Prove the plan by bookkeeping (``planner.proof``), and if it is small by carrying it out in numpy as well.
+
+        Args:
+            numpy_below: elements of all tensors on all devices, under which numpy buffers are filled and compared.
+
+        Raises:
+            CheckError: naming the tensor and what is wrong.
+            LayoutError: a layout is not sound.
+        """
         from dynajax.planner.proof import prove
         from dynajax.planner.virtual import verify
 
         prove(self)
-        if tensors is not None:
-            verify(self, tensors)
+        if sum(move.source.region.volume + move.target.region.volume for move in self.moves) < numpy_below:
+            verify(self)
 
     @cached_property
     def digest(self) -> str:

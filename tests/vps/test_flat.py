@@ -166,8 +166,8 @@ def test_a_flat_layout_of_one_data_rank_holds_what_the_strategy_layout_holds():
     for a, b, tensor in zip(flat.tilings, dense.tilings, tensors, strict=True):
         whole = np.arange(int(np.prod(tensor.shape))).reshape(tensor.shape)
         for d in range(4):
-            held = (np.sort(pack(whole, t.region_of(d))) for t in (a, b))
-            np.testing.assert_array_equal(*held)
+            one, other = (np.sort(pack(whole, t.region_of(d))) for t in (a, b))
+            np.testing.assert_array_equal(one, other)
 
 
 def test_kv_heads_fewer_than_tp_are_held_by_the_ranks_that_need_them():

@@ -1,0 +1,100 @@
+"""Rounds: in each a device talks to one partner, so that a link is never shared and no wait is circular.
+
+XOR rounds pair device i with i ^ s. The step s has to run to the next power of two: of three devices, 1 and 2
+meet only at s = 3. Absent partners are skipped. The rival colours the graph of devices that talk, heavy edges
+first, so that neighbours differ: as few rounds as a greedy colouring finds, each of messages of like weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from dynajax.vps.region import Ints
+from dynajax.vps.tiling import sums
+
+
+class Schedule(Enum):
+    """How partners are matched."""
+
+    XOR = "xor"
+    COLOURS = "colours"
+
+
+@dataclass(frozen=True, eq=False)
+class Rounds:
+    """Messages in rounds.
+
+    Attributes:
+        sender, receiver: device numbers, one row a message.
+        number: round of each message, counted from 0 without gaps.
+    """
+
+    sender: Ints
+    receiver: Ints
+    number: Ints
+
+    @property
+    def count(self) -> int:
+        """How many rounds there are."""
+        return int(self.number.max(initial=-1)) + 1
+
+    def posts(self, device: int) -> Iterator[tuple[str, int]]:
+        """What a device posts, in order: ``("send", peer)`` or ``("receive", peer)``.
+
+        Of two partners the lower number sends first, so that blocking sends always find their receiver.
+        """
+        sends, receives = self.sender == device, self.receiver == device
+        for number in np.unique(self.number[sends | receives]).tolist():
+            now = self.number == number
+            out = [("send", p) for p in self.receiver[now & sends].tolist()]
+            into = [("receive", p) for p in self.sender[now & receives].tolist()]
+            first = out or into
+            yield from (*out, *into) if device < first[0][1] else (*into, *out)
+
+
+def xor_rounds(sender: Ints, receiver: Ints) -> Rounds:
+    """Messages at step ``sender ^ receiver``; steps without messages are left out."""
+    _, number = np.unique(sender ^ receiver, return_inverse=True)
+    return Rounds(sender, receiver, number.ravel())
+
+
+def coloured_rounds(sender: Ints, receiver: Ints, weight: Ints) -> Rounds:
+    """Messages in the first round in which neither partner is taken, the heaviest first.
+
+    Both directions of a pair share a round. With d partners at most, a device waits for less than 2·d rounds.
+
+    Args:
+        sender, receiver: device numbers, one row a message.
+        weight: bytes or time of each message.
+    """
+    size = 1 + max(int(sender.max(initial=-1)), int(receiver.max(initial=-1)))
+    pair, edge = np.unique(np.minimum(sender, receiver) * size + np.maximum(sender, receiver), return_inverse=True)
+    heavy = np.zeros(len(pair), weight.dtype)
+    np.maximum.at(heavy, edge.ravel(), weight)
+    order = np.lexsort((pair, -heavy))
+    taken = [0] * size
+    colour = np.empty(len(pair), np.int64)
+    for k, a, b in zip(order.tolist(), *(end[order].tolist() for end in np.divmod(pair, size)), strict=True):
+        free = ~(taken[a] | taken[b])
+        first = free & -free
+        taken[a] |= first
+        taken[b] |= first
+        colour[k] = first.bit_length() - 1
+    return Rounds(sender, receiver, colour[edge.ravel()])
+
+
+def rounds_of(schedule: Schedule, sender: Ints, receiver: Ints, weight: Ints) -> Rounds:
+    """Messages in rounds of the given kind."""
+    if schedule is Schedule.XOR:
+        return xor_rounds(sender, receiver)
+    return coloured_rounds(sender, receiver, weight)
+
+
+def most_partners(sender: Ints, receiver: Ints) -> int:
+    """The partners of the device that has most: no schedule has fewer rounds."""
+    pairs = np.unique(np.concatenate([np.stack([sender, receiver], 1), np.stack([receiver, sender], 1)]), axis=0)
+    return int(sums(pairs[:, 0], np.ones(len(pairs), np.int64), 1 + int(pairs.max(initial=0))).max(initial=0))

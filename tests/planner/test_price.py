@@ -1,0 +1,96 @@
+"""Prices against sums done by hand."""
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from dynajax.errors import TopologyError
+from dynajax.meshes import Tier, Topology
+from dynajax.planner import Memory, build_plan
+from dynajax.planner.price import price_plan, rank_targets, worth_it
+from dynajax.vps import Layout, Space, Tensor, mesh_tiling
+
+P = PartitionSpec
+AMPLE = 2**60
+SPACE = Space((Tensor("w", (1024, 1024), "float32", 4),))
+LINKS = Topology.regular(
+    "hand", [(Tier("memory", 4e9, 0), 1), (Tier("bus", 2e9, 1e-3), 4), (Tier("net", 1e9, 5e-3), 0)], 8
+)
+
+
+def layout(spec, devices, mesh=None):
+    mesh = mesh or {"x": len(devices)}
+    return Layout(SPACE, (mesh_tiling((1024, 1024), mesh, spec, np.array(devices)),))
+
+
+def test_one_message_takes_its_latency_and_its_bytes_over_the_links_speed():
+    plan = build_plan(layout(P(), [0]), layout(P(), [4]), AMPLE, topology=LINKS)
+    cost = price_plan(plan)
+    nbytes = 4 * 2**20
+    assert cost.memory_s == pytest.approx(nbytes / 4e9)
+    assert cost.seconds == pytest.approx(5e-3 + nbytes / 1e9 + nbytes / 4e9)
+    assert cost.floor_s == pytest.approx(nbytes / 1e9)
+    assert cost.rounds == 1
+    assert cost.bytes_by_tier == {"memory": 0, "bus": 0, "net": nbytes}
+
+
+def test_rounds_add_up_and_directions_do_not():
+    """Rows to columns on four devices of a node: three rounds of a sixteenth each way."""
+    plan = build_plan(layout(P("x"), range(4)), layout(P(None, "x"), range(4)), AMPLE, topology=LINKS)
+    cost = price_plan(plan)
+    piece = 4 * 2**20 // 16
+    assert cost.rounds == 3
+    assert cost.seconds - cost.memory_s == pytest.approx(3 * (1e-3 + piece / 2e9))
+    assert cost.bytes_by_tier == {"memory": 4 * piece, "bus": 12 * piece, "net": 0}
+
+
+def test_relays_wait_for_what_they_pass_on():
+    plan = build_plan(layout(P(), [0]), layout(P(), range(8)), AMPLE, topology=LINKS)
+    nbytes = 4 * 2**20
+    cost = price_plan(plan)
+    first = 3 * (1e-3 + nbytes / 2e9) + 5e-3 + nbytes / 1e9
+    assert cost.seconds - cost.memory_s == pytest.approx(first + 3 * (1e-3 + nbytes / 2e9))
+
+
+def test_stages_pay_their_latency_again():
+    ends = layout(P("x"), range(4)), layout(P(None, "x"), range(4))
+    one, many = (build_plan(*ends, n, topology=LINKS, memory=Memory.PACKED) for n in (AMPLE, 2**18))
+    assert price_plan(many).rounds > price_plan(one).rounds
+    assert price_plan(many).seconds > price_plan(one).seconds
+    assert price_plan(many).floor_s == price_plan(one).floor_s
+
+
+def test_a_switch_is_worth_it_if_it_saves_more_than_it_costs():
+    cost = price_plan(build_plan(layout(P(), [0]), layout(P(), [4]), AMPLE, topology=LINKS))
+    assert worth_it(cost, 1e-3, 100)
+    assert not worth_it(cost, 1e-3, 5)
+    assert not worth_it(1.0, 0.5, 2)
+
+
+def test_targets_are_ranked_by_what_it_costs_to_get_there():
+    source = layout(P("x"), range(4))
+    targets = {
+        "other node": layout(P("x"), range(4, 8)),
+        "same": layout(P("x"), range(4)),
+        "columns": layout(P(None, "x"), range(4)),
+        "turned": layout(P("x"), [3, 2, 1, 0]),
+    }
+    fixed = rank_targets(source, targets, AMPLE, LINKS, assign=False)
+    assert [o.name for o in fixed] == ["same", "turned", "columns", "other node"]
+    assigned = rank_targets(source, targets, AMPLE, LINKS)
+    assert {o.name: o.plan.bytes_moved for o in assigned}["turned"] == 0
+    assert assigned[0].price.seconds == 0
+
+
+def test_assumptions_name_the_links():
+    cost = price_plan(build_plan(layout(P(), [0]), layout(P(), [4]), AMPLE), LINKS)
+    assert "net 1 GB/s after 5000 µs" in cost.assumptions[0]
+
+
+def test_without_a_topology_there_is_no_price():
+    plan = build_plan(layout(P(), [0]), layout(P(), [4]), AMPLE)
+    with pytest.raises(TopologyError, match="give one"):
+        price_plan(plan)
+    islands = Topology("islands", LINKS.tiers[:2], LINKS.domains[:2])
+    with pytest.raises(TopologyError, match="no link between devices 0 and 4"):
+        price_plan(plan, islands)

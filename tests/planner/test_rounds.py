@@ -1,0 +1,98 @@
+"""Rounds: everybody meets, nobody waits in a circle, one partner at a time."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynajax.planner.rounds import Schedule, coloured_rounds, most_partners, rounds_of, xor_rounds
+
+
+def everybody(n):
+    pairs = np.array(list(itertools.permutations(range(n), 2)), np.int64)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def one_partner(rounds):
+    """True if no device has two partners in a round."""
+    for number in range(rounds.count):
+        now = rounds.number == number
+        partners = {}
+        for s, r in zip(rounds.sender[now].tolist(), rounds.receiver[now].tolist(), strict=True):
+            for a, b in ((s, r), (r, s)):
+                if partners.setdefault(a, b) != b:
+                    return False
+    return True
+
+
+def run_blocking(rounds, devices):
+    """Every device goes through its posts; a send is done when its receiver has come to the matching receive."""
+    posts = {d: list(rounds.posts(d)) for d in devices}
+    done = []
+    while any(posts.values()):
+        ready = [
+            (d, p[0][1]) for d, p in posts.items() if p and p[0][0] == "send" and posts[p[0][1]][:1] == [("receive", d)]
+        ]
+        if not ready:
+            return None
+        for s, r in ready:
+            done.append((s, r))
+            posts[s].pop(0)
+            posts[r].pop(0)
+    return done
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("n", range(2, 71))
+def test_every_pair_meets_once_and_blocking_sends_never_lock(n, schedule):
+    sender, receiver = everybody(n)
+    rounds = rounds_of(schedule, sender, receiver, np.ones(len(sender), np.int64))
+    assert one_partner(rounds)
+    done = run_blocking(rounds, range(n))
+    assert done is not None, "a circle of waiting devices"
+    assert sorted(done) == list(zip(sender.tolist(), receiver.tolist(), strict=True))
+
+
+def test_three_devices_need_the_step_to_the_next_power_of_two():
+    """Steps 1 … n − 1 would leave out devices 1 and 2."""
+    rounds = xor_rounds(*everybody(3))
+    assert rounds.count == 3
+    last = rounds.number == 2
+    assert set(zip(rounds.sender[last].tolist(), rounds.receiver[last].tolist(), strict=True)) == {(1, 2), (2, 1)}
+
+
+def test_a_circle_of_waiting_devices_would_be_noticed():
+    class Bad:
+        def posts(self, device):
+            return [("send", (device + 1) % 3), ("receive", (device - 1) % 3)]
+
+    assert run_blocking(Bad(), range(3)) is None
+
+
+edges = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 100)), max_size=60).map(
+    lambda found: {(a, b): w for a, b, w in found if a != b}
+)
+
+
+@settings(max_examples=150)
+@given(edges, st.sampled_from(Schedule))
+def test_any_traffic_is_scheduled_with_one_partner_a_round(found, schedule):
+    pairs = np.array(list(found), np.int64).reshape(-1, 2)
+    weight = np.array(list(found.values()), np.int64)
+    rounds = rounds_of(schedule, pairs[:, 0], pairs[:, 1], weight)
+    assert one_partner(rounds)
+    done = run_blocking(rounds, range(21))
+    assert done is not None
+    assert sorted(done) == sorted(found)
+    fewest = most_partners(pairs[:, 0], pairs[:, 1])
+    assert fewest <= rounds.count or not len(pairs)
+    if schedule is Schedule.COLOURS:
+        assert rounds.count <= max(2 * fewest - 1, 0)
+
+
+def test_colours_put_messages_of_like_weight_in_one_round():
+    sender, receiver = np.array([0, 2, 0, 1]), np.array([1, 3, 2, 3])
+    rounds = coloured_rounds(sender, receiver, np.array([100, 90, 10, 9]))
+    assert rounds.number.tolist() == [0, 0, 1, 1]
