@@ -8,7 +8,6 @@ from dynajax.engine import Report as Report
 from dynajax.engine import plan_reshard as plan_reshard
 from dynajax.engine import reshard as reshard
 from dynajax.errors import DynajaxError as DynajaxError
-from dynajax.meshes import Placement as Placement
 from dynajax.meshes import Strategy as Strategy
 from dynajax.train.trainer import Trainer as Trainer
 
