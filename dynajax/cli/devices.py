@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 
 import jax
 
@@ -34,3 +35,10 @@ def use_devices(count: int) -> tuple[jax.Device, ...]:
             f"run this in a fresh process, or take --devices {len(devices)}"
         )
     return tuple(devices[:count])
+
+
+def described(devices: Sequence[jax.Device]) -> str:
+    """The devices in a few words."""
+    if devices[0].platform == "cpu":
+        return f"{len(devices)} devices, emulated on the CPU"
+    return f"{len(devices)} devices, {devices[0].device_kind}"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dynajax.bytesize import format_bytes
@@ -83,7 +83,7 @@ class Display:
 class Progressing:
     """A bar on its way."""
 
-    def __init__(self, bar: Progress, task: int, title: str, every: int) -> None:
+    def __init__(self, bar: Progress, task: TaskID, title: str, every: int) -> None:
         self._bar, self._task, self._title, self._every = bar, task, title, every
 
     def stepped(self, step: int, loss: float, strategy: str) -> None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from dynajax.cli.devices import use_devices
+from dynajax.cli.devices import described, use_devices
 from dynajax.cli.display import Display
 from dynajax.cli.stop import Stop
 from dynajax.cli.train_folder import RunFolder
@@ -34,9 +34,10 @@ def run(options: TrainOptions) -> int:
     """
     setup = check(options)
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every file that it opens
-    trainer = setup.trainer(use_devices(options.devices))
+    devices = use_devices(options.devices)
+    trainer = setup.trainer(devices)
     display = Display(options.json)
-    for note in setup.notes():
+    for note in [described(devices), *setup.notes()]:
         display.note(note)
     with RunFolder(setup) as folder, Stop() as stop:
         trainer.state = folder.first_state(trainer)

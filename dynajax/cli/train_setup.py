@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import psutil
 
 from dynajax.bytesize import format_bytes, parse_bytes
@@ -16,7 +17,7 @@ from dynajax.cli.train_options import CONFIG, METRICS, TrainOptions, resumed_ste
 from dynajax.data import VOCAB_SIZE, Batches, folder_documents, stdlib_documents
 from dynajax.errors import RunError, StrategyError
 from dynajax.meshes import Placement
-from dynajax.models import LlamaConfig, Params, parameter_specs, preset
+from dynajax.models import LlamaConfig, Params, count_parameters, parameter_specs, preset
 from dynajax.train import Trainer
 from dynajax.train.fit import batch_shards, require_fit, similar
 from dynajax.train.recipe import adamw
@@ -74,7 +75,7 @@ class Setup:
     def notes(self) -> list[str]:
         """What may surprise about the run."""
         devices, rows = self.options.devices, self.options.batch
-        found = [self.batches.summary()]
+        found = [f"{self.options.model}: {count_parameters(self.model):,} parameters", self.batches.summary()]
         for placement in self.placements:
             shards = batch_shards(placement.strategy)
             if placement.num_devices < devices:
@@ -177,5 +178,5 @@ def _require_memory(trainer: Trainer, placements: Sequence[Placement]) -> None:
 
 def _held_bytes(leaf: Any) -> int:
     """Bytes of a leaf on all devices together, copies counted."""
-    itemsize = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+    itemsize = 8 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize * leaf.sharding.num_devices

@@ -66,12 +66,12 @@ class Checkpoints:
         step = self._manager.latest_step()
         if step is None:
             raise RunError("there is no checkpoint to resume from; start a run with --out and without --resume")
-        about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+        about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
         data.resume(Cursor(**about["cursor"]))
         target = job.abstract_state(placement)
         _require_same(about["leaves"], _described(target))
         wanted = {name: _data_of(leaf) for name, leaf in _leaves(target).items() if leaf.size}
-        read = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))).state
+        read = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]
         leaves = [_leaf(read.get(name), leaf, about["keys"].get(name)) for name, leaf in _leaves(target).items()]
         return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
@@ -103,7 +103,7 @@ def _require_same(saved: dict[str, str], wanted: dict[str, str]) -> None:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _as_data(leaf: jax.Array) -> jax.Array:

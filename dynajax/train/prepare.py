@@ -17,7 +17,7 @@ from dynajax.errors import DeadlineError, DynajaxError, SwitchError
 from dynajax.meshes import Placement
 from dynajax.planner import Plan
 from dynajax.train.job import Job
-from dynajax.train.step import compile_step
+from dynajax.train.step import CompiledStep, compile_step
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -93,7 +93,7 @@ class Workshop:
         self._job, self._budget = job, budget
         self._plans: dict[Move, Plan] = {}
         workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="dynajax-prepare")
-        self.steps = Shelf(lambda placement: compile_step(job, placement), "compiling the step of {}", workers)
+        self.steps = Shelf(self._compile_step, "compiling the step of {}", workers)
         self.movers = Shelf(self._compile_mover, "preparing the move from {}", workers)
 
     def plan(self, move: Move) -> Plan:
@@ -106,6 +106,9 @@ class Workshop:
             source, target = self._job.abstract_state(move.source), self._job.layout(move.target)
             self._plans[move] = plan_reshard(source, target, budget=self._budget, donate=True)
         return self._plans[move]
+
+    def _compile_step(self, placement: Placement) -> CompiledStep:
+        return compile_step(self._job, placement)
 
     def _compile_mover(self, move: Move) -> None:
         source, target = self._job.abstract_state(move.source), self._job.layout(move.target)

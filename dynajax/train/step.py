@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -89,7 +90,7 @@ def compile_step(job: Job, placement: Placement) -> CompiledStep:
 def global_loss(model: LlamaConfig, mesh: Mesh) -> Loss:
     """The loss of ``model`` with its activations cut over ``mesh``."""
 
-    def constrain(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(axes, ACTIVATION_RULES)))
 
     def loss(params: Params, batch: Batch) -> jax.Array:
@@ -130,7 +131,7 @@ def wait_ready(arrays: Any, what: str, deadline_s: float) -> None:
         DeadlineError: they are not in time; names ``what`` and the devices that are late.
     """
     limit = time.monotonic() + deadline_s
-    plain = [x for x in jax.tree.leaves(arrays) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    plain = [x for x in jax.tree.leaves(arrays) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     shards = [s for x in plain for s in x.addressable_shards]  # keys cannot be asked whether they are ready
     for shard in shards:
         while not shard.data.is_ready():

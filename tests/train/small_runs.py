@@ -44,7 +44,7 @@ def random_state(job: Job, placement: Placement) -> TrainState:
     rng = np.random.default_rng(0)
 
     def fill(shape: Any, sharding: Any) -> jax.Array:
-        if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
             return jax.device_put(jax.random.key(rng.integers(2**31)), sharding)
         values = rng.integers(1, 2**20, shape.shape) if shape.dtype.kind in "iu" else rng.normal(size=shape.shape)
         return jax.device_put(jnp.asarray(values, shape.dtype), sharding)
@@ -56,7 +56,7 @@ def bits(tree: Any) -> list[Any]:
     """Path, dtype and bytes of every leaf."""
 
     def plain(leaf: jax.Array) -> np.ndarray:
-        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
     leaves = jax.tree_util.tree_leaves_with_path(tree)

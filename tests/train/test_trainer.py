@@ -24,7 +24,7 @@ def compilations() -> Iterator[list[str]]:
     """What JAX traces, lowers and compiles meanwhile, in any thread, by its own account."""
     seen: list[str] = []
 
-    def listen(event: str, seconds: float, **more: object) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.startswith("/jax/core/compile/"):
             seen.append(event)
 
