@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import psutil
 
 from dynajax.bytesize import format_bytes, parse_bytes
 from dynajax.cli.train_options import CONFIG, METRICS, TrainOptions, resumed_step
 from dynajax.data import VOCAB_SIZE, Batches, folder_documents, stdlib_documents
+from dynajax.engine.keys import is_key
 from dynajax.errors import RunError, StrategyError
 from dynajax.meshes import Placement
 from dynajax.models import LlamaConfig, Params, count_parameters, parameter_specs, preset
@@ -178,5 +178,5 @@ def _require_memory(trainer: Trainer, placements: Sequence[Placement]) -> None:
 
 def _held_bytes(leaf: Any) -> int:
     """Bytes of a leaf on all devices together, copies counted."""
-    itemsize = 8 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+    itemsize = 8 if is_key(leaf) else leaf.dtype.itemsize
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize * leaf.sharding.num_devices

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from dynajax.engine.keys import is_key
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.tree import Leaf
 from dynajax.errors import CheckError, TargetError
@@ -29,9 +30,12 @@ class DevicePut:
             if not (leaf.source.is_plain and leaf.target.is_plain):
                 raise TargetError(f"{leaf.tensor.path}: padded and permuted arrays move only between CPU devices yet")
             with self._watch.phase("move"):
-                source = leaf.array if share else jnp.copy(leaf.array)
                 # One at a time: each may be a collective program, and two in flight can deadlock.
-                moved.append(jax.block_until_ready(jax.device_put(source, leaf.target.sharding)))
+                source = jax.block_until_ready(_words(leaf.array if share else jnp.copy(leaf.array)))
+                words = jax.block_until_ready(jax.device_put(source, leaf.target.sharding))
+                same = words.dtype == leaf.array.dtype
+                moved.append(words if same else jax.lax.bitcast_convert_type(words, leaf.array.dtype))
+                jax.block_until_ready(moved[-1])
             if check:
                 with self._watch.phase("verify"):
                     _compare(leaf, moved[-1])
@@ -45,10 +49,13 @@ class DevicePut:
 
 
 def _compare(leaf: Leaf, moved: jax.Array) -> None:
-    before, after = (jax.device_get(jax.random.key_data(a) if _is_key(a) else a) for a in (leaf.array, moved))
+    before, after = (jax.device_get(jax.random.key_data(a) if is_key(a) else a) for a in (leaf.array, moved))
     if before.tobytes() != after.tobytes():
         raise CheckError(f"{leaf.tensor.path}: the moved bytes are not those of the source")
 
 
-def _is_key(array: jax.Array) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+def _words(array: jax.Array) -> jax.Array:
+    """Small floats as unsigned integers: some moves are programs, and those may change the payload of a NaN."""
+    if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4 and jnp.finfo(array.dtype).bits >= 8:
+        return jax.lax.bitcast_convert_type(array, jnp.uint8 if array.dtype.itemsize == 1 else jnp.uint16)
+    return array

@@ -62,8 +62,9 @@ def execute(
             moved |= {leaf.index: array for leaf, array in zip(chosen, arrays, strict=True)}
             if plan.donate:
                 with watch.phase("free"):
-                    for leaf in chosen:
-                        disowner.disown(private.physical(leaf.array))
+                    for leaf, array in zip(chosen, arrays, strict=True):
+                        if array is not leaf.array:
+                            disowner.disown(private.physical(leaf.array))
                     ledger.free(moves)
     finally:
         disowner.close()

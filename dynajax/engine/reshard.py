@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
 
@@ -14,6 +13,7 @@ from dynajax.bytesize import parse_bytes
 from dynajax.engine.check import check_replicas
 from dynajax.engine.device_put import DevicePut
 from dynajax.engine.execute import execute
+from dynajax.engine.keys import is_key
 from dynajax.engine.places import Places, layouts
 from dynajax.engine.report import Report, Stopwatch
 from dynajax.engine.shared_memory import SharedMemory, Transport
@@ -192,13 +192,9 @@ def _identity(array: Any) -> object:
     if not isinstance(array, jax.Array) or array.is_deleted() or not array.size or not array.is_fully_addressable:
         return id(array)
     shard = array.addressable_shards[0].data
-    if not _is_key(array) and next(iter(shard.devices())).platform == "cpu":
+    if not is_key(array) and next(iter(shard.devices())).platform == "cpu":
         return shard.unsafe_buffer_pointer(), array.shape, array.dtype
     return id(array)
-
-
-def _is_key(array: jax.Array) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def _copies_of(

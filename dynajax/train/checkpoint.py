@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from dynajax.data import Batches, Cursor
+from dynajax.engine.keys import is_key
 from dynajax.errors import RunError
 from dynajax.meshes import Placement
 from dynajax.train.job import Job
@@ -51,7 +52,7 @@ class Checkpoints:
             "cursor": dataclasses.asdict(dataclasses.replace(data.start(), step=step, sample=sample)),
             "strategy": str(placement),
             "leaves": _described(state),
-            "keys": {name: str(jax.random.key_impl(leaf)) for name, leaf in _leaves(state).items() if _is_key(leaf)},
+            "keys": {name: str(jax.random.key_impl(leaf)) for name, leaf in _leaves(state).items() if is_key(leaf)},
         }
         items = ocp.args.Composite(state=ocp.args.StandardSave(stored), about=ocp.args.JsonSave(about))
         self._manager.save(step, args=items)
@@ -102,17 +103,13 @@ def _require_same(saved: dict[str, str], wanted: dict[str, str]) -> None:
             )
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _as_data(leaf: jax.Array) -> jax.Array:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _data_of(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """What ``_as_data`` makes of such a leaf; every key of the state is whole on each device."""
-    if not _is_key(leaf):
+    if not is_key(leaf):
         return leaf
     data = jax.eval_shape(jax.random.key_data, leaf)
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.data import Batch, pad_rows
+from dynajax.engine.keys import is_key
 from dynajax.errors import DeadlineError
 from dynajax.meshes import ACTIVATION_RULES, Placement, spec
 from dynajax.models import LlamaConfig, Params, forward, mean_loss, token_loss
@@ -131,7 +131,7 @@ def wait_ready(arrays: Any, what: str, deadline_s: float) -> None:
         DeadlineError: they are not in time; names ``what`` and the devices that are late.
     """
     limit = time.monotonic() + deadline_s
-    plain = [x for x in jax.tree.leaves(arrays) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    plain = [x for x in jax.tree.leaves(arrays) if not is_key(x)]
     shards = [s for x in plain for s in x.addressable_shards]  # keys cannot be asked whether they are ready
     for shard in shards:
         while not shard.data.is_ready():
