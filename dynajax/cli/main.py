@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from dynajax.cli import train
+from dynajax.cli import balance, train
 from dynajax.errors import DynajaxError
 
 _MARKERS = (tyro.conf.FlagCreatePairsOff,)
@@ -37,7 +37,10 @@ class Command:
     defaults: Callable[[Any], Any] = lambda options: options
 
 
-COMMANDS = (Command("train", train.TrainOptions, train.run, train.defaults),)
+COMMANDS = (
+    Command("train", train.TrainOptions, train.run, train.defaults),
+    Command("balance", balance.BalanceOptions, balance.run),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
