@@ -173,12 +173,23 @@ def _fill_by(
 
 
 def _give_everyone_work(bins: Ints, tokens: Ints, times: Floats, kind: Ints) -> None:
-    """Hand each pipeline without a sequence the shortest one that it holds and its owner can spare."""
+    """Hand each pipeline without a sequence one that it holds, if there are enough, by way of others if need be."""
     count = np.bincount(bins, minlength=kind.size)
-    for empty in np.flatnonzero(count == 0):
-        spare = np.flatnonzero((count[bins] > 1) & (times[kind[empty]] < NEVER))
-        if spare.size:
-            item = spare[tokens[spare].argmin()]
-            count[bins[item]] -= 1
-            count[empty] += 1
-            bins[item] = empty
+    shortest = np.argsort(tokens, kind="stable")
+
+    def supply(pipeline: int, asked: set[int]) -> bool:
+        """Give ``pipeline`` the shortest sequence that its owner can spare, or can once supplied itself."""
+        asked.add(pipeline)
+        fitting = shortest[times[kind[pipeline], shortest] < NEVER]
+        spare = fitting[count[bins[fitting]] > 1]
+        for item in spare[:1].tolist() or fitting.tolist():
+            owner = int(bins[item])
+            if count[owner] > 1 or (owner not in asked and supply(owner, asked)):
+                count[owner] -= 1
+                count[pipeline] += 1
+                bins[item] = pipeline
+                return True
+        return False
+
+    for empty in np.flatnonzero(count == 0).tolist():
+        supply(empty, set())

@@ -169,7 +169,8 @@ class Planner:
             only: consider this candidate alone.
 
         Raises:
-            BalanceError: no candidate holds the longest sequence, or a length is below 1.
+            BalanceError: no candidate holds the longest sequence or can make the number of micro-batches asked
+                for, or a length is below 1.
         """
         tokens = np.asarray(lengths, np.int64).reshape(-1)
         self._check(tokens, only)
@@ -182,6 +183,11 @@ class Planner:
             shared = _share_out(tokens, self.candidates[index], self.options, best.ms * _HOPE)
             considered[index] = replace(considered[index], ms=shared.ms)
             best, chosen = (shared, index) if shared.ms < best.ms else (best, chosen)
+        if chosen < 0:
+            raise BalanceError(
+                f"no candidate can make {self.options.filling.microbatches} micro-batches on each pipeline out of "
+                f"{tokens.size} sequences of {tokens.sum()} tokens: ask for another number, or for none"
+            )
         return _written(tokens, self.candidates[chosen], chosen, best.bins, tuple(considered), self.options)
 
     def prices(self, lengths: ArrayLike, near: float) -> Prices:

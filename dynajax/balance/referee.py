@@ -14,6 +14,7 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, mi
 from scipy.sparse import coo_array
 
 from dynajax.balance.cost import Floats, Ints, PipelineCost
+from dynajax.balance.exchange import NEVER
 from dynajax.errors import BalanceError
 
 _ENUMERABLE = 2_000_000
@@ -78,10 +79,18 @@ def lp_dispatch_ms(tokens: Ints, costs: Sequence[PipelineCost]) -> float:
     return max(float(solved.fun), float(passing.max(initial=0.0)))
 
 
-def exact_dispatch(tokens: Ints, costs: Sequence[PipelineCost]) -> Verdict:
-    """``milp_dispatch`` by trying every assignment."""
-    times = np.stack([cost.times(tokens) for cost in costs])
+def exact_dispatch(tokens: Ints, costs: Sequence[PipelineCost], may_idle: bool = False) -> Verdict:
+    """``milp_dispatch`` by trying every assignment; ``NEVER`` or more if the sequences do not fit.
+
+    Args:
+        tokens: int64 (sequences,).
+        costs: one for each pipeline.
+        may_idle: whether a pipeline may stay without work although there are sequences enough.
+    """
+    times = np.minimum(np.stack([cost.times(tokens) for cost in costs]), NEVER)
     every = _every_assignment(tokens.size, len(costs))
+    if not may_idle and tokens.size >= len(costs):
+        every = every[np.all([(every == index).any(axis=1) for index in range(len(costs))], axis=0)]
     done = np.zeros(len(every))
     for index, cost in enumerate(costs):
         held = np.where(every == index, times[index], 0.0)

@@ -31,7 +31,7 @@ _SAMPLES_FROM = 1_000_000  # batches to propose from are numbered from here, tho
 _SHOWN = 12
 _CHARTS = 3
 _WIDTH_WITHOUT_TERMINAL = 110
-_BASELINES = ("padding", "fixed", "balanced", "bound")
+_TIMES = ("padding", "fixed", "balanced", "best", "bound")
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def _plan(planner: Planner, shared: Setting, batches: Batches, iteration: int) -
 
 
 def _summary(options: BalanceOptions, planner: Planner, planned: Sequence[_Planned]) -> _Summary:
-    ms = {name: float(np.mean([getattr(p.baselines, name) for p in planned])) for name in _BASELINES}
-    ms["best"] = float(np.mean([p.plan.ms for p in planned]))
+    times = [asdict(p.baselines) | {"best": p.plan.ms} for p in planned]
+    ms = {name: float(np.mean([each[name] for each in times])) for name in _TIMES}
     return _Summary(
         profile=options.profile,
         lengths=options.lengths,
