@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from dynajax.data import Batch
 from dynajax.meshes import ACTIVATION_RULES, PARAMETER_RULES, Placement, Strategy, spec
@@ -60,12 +61,14 @@ class Job:
     @cached_property
     def parameters(self) -> Params:
         """Shapes and logical axes of the parameters."""
-        return parameter_specs(self.model)
+        with jax.set_mesh(_NO_MESH):
+            return parameter_specs(self.model)
 
     @cached_property
     def shapes(self) -> TrainState:
         """The state as ``ShapeDtypeStruct`` leaves."""
-        return jax.eval_shape(self._initial, 0)
+        with jax.set_mesh(_NO_MESH):
+            return jax.eval_shape(self._initial, 0)
 
     @cached_property
     def specs(self) -> TrainState:
@@ -82,7 +85,8 @@ class Job:
 
     def initial_state(self, placement: Placement, seed: int) -> TrainState:
         """The state before the first step: each device makes its own shards, no device holds the whole."""
-        return jax.jit(self._initial, out_shardings=self.layout(placement))(np.uint32(seed))
+        with jax.set_mesh(_NO_MESH):
+            return jax.jit(self._initial, out_shardings=self.layout(placement))(np.uint32(seed))
 
     def _initial(self, seed: Any) -> TrainState:
         params_key, run_key = jax.random.split(jax.random.key(seed))
@@ -96,6 +100,9 @@ def make_job(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), data.take(0, data.batch_size))
     return Job(model, optimizer, shapes, tuple(devices))
 
+
+_NO_MESH = Mesh(np.empty((), dtype=object), ())
+"""Set where JAX is called in the caller's thread, who may have set a mesh that has nothing to do with the job."""
 
 ROWS = spec(("batch", "seq"), ACTIVATION_RULES)
 """How the leaves of a batch are cut."""

@@ -104,6 +104,18 @@ def test_training_goes_on_while_a_switch_is_prepared():
     assert largest_difference(losses, wanted) < 1e-5
 
 
+def test_a_mesh_that_the_caller_has_set_makes_no_difference():
+    theirs = jax.make_mesh((16,), ("x",))
+    with jax.set_mesh(theirs):
+        running = trainer("dp2.tp4")
+        losses = [running.step().loss]
+        running.prepare("tp4@4-7").wait()
+        assert running.switch("tp4@4-7").compile_s == 0.0
+        losses.append(running.step().loss)
+        assert jax.sharding.get_abstract_mesh() == theirs.abstract_mesh
+    assert largest_difference(losses, reference_losses(2)) < 1e-5
+
+
 class Silent:
     """Data whose last rows, or all rows, have nothing to learn from."""
 
