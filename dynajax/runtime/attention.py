@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def ring_attention(mesh: Mesh, axis: str = "cp", block: int = BLOCK) -> Attentio
         rows = PartitionSpec(None, axis)
         body = partial(_tiled_ring, axis=axis, block=block)
         # Whether a value differs between devices is not tracked here: custom gradients cannot say it.
-        ring = jax.shard_map(
+        ring: Any = jax.shard_map(
             body, mesh=ambient_mesh(mesh), in_specs=(rows,) * 5, out_specs=rows, axis_names={axis}, check_vma=False
         )
         return ring(q, k, v, segment_ids, positions)
@@ -97,7 +97,7 @@ def _tiled_ring(
     cut = partial(_cut, tiles=tiles, tile=-(-seq // tiles))
     grouped = cut(q.reshape(batch, seq, k.shape[2], heads // k.shape[2], head_dim))
     keys = _Keys(cut(k), cut(v), _Tokens(cut(segment_ids), cut(positions)))
-    out = _ring(axis, grouped, keys)
+    out = cast(jax.Array, _ring(axis, grouped, keys))
     return jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, head_dim)[:, :seq]
 
 

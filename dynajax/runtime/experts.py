@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +39,11 @@ def exchange_experts(mesh: Mesh, axes: ExpertAxes) -> Experts:
     kernel_down = PartitionSpec(axes.expert or None, axes.mlp or None)
 
     def experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: Execution) -> jax.Array:
-        gate = None if kernels.gate is None else kernel_up
-        mapped = jax.shard_map(
+        cut: Any = (kernel_up, kernel_down, None if kernels.gate is None else kernel_up)
+        mapped: Any = jax.shard_map(
             partial(_own_experts, axes, choices.capacity, run),
             mesh=ambient_mesh(mesh),
-            in_specs=(tokens, tokens, tokens, ExpertKernels(kernel_up, kernel_down, gate)),
+            in_specs=(tokens, tokens, tokens, ExpertKernels(*cut)),
             out_specs=tokens,
             axis_names={*TOKEN_AXES, "tp"},
             check_vma=False,

@@ -20,16 +20,16 @@ def arguments(count, dtype=np.float32):
     chosen = np.argsort(rng.random((BATCH, SEQ, count)))[..., :TOP_K].astype(np.int32)
     gates = rng.random((BATCH, SEQ, TOP_K)).astype(np.float32) * (rng.random((BATCH, SEQ, 1)) > 0.2)
     x = rng.normal(size=(BATCH, SEQ, EMBED)).astype(dtype)
-    up, gate = rng.normal(size=(2, count, EMBED, MLP)).astype(np.float32)
-    down = rng.normal(size=(count, MLP, EMBED)).astype(np.float32)
+    up, gate = jnp.asarray(rng.normal(size=(2, count, EMBED, MLP)), jnp.float32)
+    down = jnp.asarray(rng.normal(size=(count, MLP, EMBED)), jnp.float32)
     return x, chosen, gates, ExpertKernels(up, down, gate)
 
 
 def padded(kernels, experts, mlp):
     """Kernels with zeros after the last expert and the last place of an expert's width."""
     more, wider = experts - kernels.up.shape[0], mlp - MLP
-    up, gate = (np.pad(k, ((0, more), (0, 0), (0, wider))) for k in (kernels.up, kernels.gate))
-    return ExpertKernels(up, np.pad(kernels.down, ((0, more), (0, wider), (0, 0))), gate)
+    up, gate = (jnp.pad(k, ((0, more), (0, 0), (0, wider))) for k in (kernels.up, kernels.gate))
+    return ExpertKernels(up, jnp.pad(kernels.down, ((0, more), (0, wider), (0, 0))), gate)
 
 
 def values(experts, chosen, run):
@@ -69,7 +69,10 @@ def test_values_and_gradients_are_those_of_dense_experts(strategy, count):
         d_kernels.up[:count, :, :MLP], d_kernels.down[:count, :MLP], d_kernels.gate[:count, :, :MLP]
     )
     assert_close((value, out, dx, d_gates, trimmed), (want, want_out, *wanted))
-    assert all(np.array_equal(a, b) for a, b in zip(padded(trimmed, *stored.up.shape[::2]), d_kernels, strict=True))
+    assert all(
+        np.array_equal(np.asarray(a), np.asarray(b))
+        for a, b in zip(padded(trimmed, *stored.up.shape[::2]), d_kernels, strict=True)
+    )
 
 
 def test_bfloat16_is_near_float32():

@@ -71,7 +71,7 @@ def test_PACK_1_a_document_does_not_see_another(order):
     changed_k, changed_v = k.copy(), v.copy()
     changed_k[:, :5], changed_v[:, :5] = 7.0, -3.0
     before, after = second_document(k, v), second_document(changed_k, changed_v)
-    alone = packed_attention(*(x[:, 5:] for x in (q, k, v)), np.ones((1, 3), np.int32), np.arange(3)[None])
+    alone = packed_attention(q[:, 5:], k[:, 5:], v[:, 5:], jnp.ones((1, 3), jnp.int32), jnp.arange(3)[None])
     assert np.array_equal(before, after)
     assert_close(before, alone)
 
