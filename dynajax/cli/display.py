@@ -35,7 +35,7 @@ class Display:
         """Say something once."""
         if text not in self._noted:
             self._noted.add(text)
-            self.console.print(text, soft_wrap=True)
+            self.console.print(text, soft_wrap=True, markup=False)
 
     @contextmanager
     def progress(self, title: str, begin: int, steps: int) -> Iterator[Progressing]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--json" in words:
             print(json.dumps({"error": message}))
         return 2
+    except KeyboardInterrupt:
+        print("dynajax: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _overview() -> str:

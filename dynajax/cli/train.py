@@ -39,16 +39,19 @@ def run(options: TrainOptions) -> int:
     display = Display(options.json)
     for note in [described(devices), *setup.notes()]:
         display.note(note)
-    with RunFolder(setup) as folder, Stop() as stop:
-        trainer.state = folder.first_state(trainer)
+    verified = None
+    with RunFolder(setup) as folder:
+        trainer.state = folder.start(trainer)
         twin = folder.first_state(trainer) if options.verify else None
-        steps, switches = _train(setup, trainer, folder, display, stop)
-        folder.save(trainer)
+        with Stop() as stop:
+            steps, switches = _train(setup, trainer, folder, display, stop)
+            folder.save(trainer)
         display.switches(switches)
         display.losses([step.loss for step in steps])
-        verified = None if twin is None else _compare(setup, trainer, twin, steps, folder, display)
-    if stop():
-        display.note(f"stopped before step {trainer.next_step}" + (", go on with --resume" if options.out else ""))
+        if stop():
+            display.note(f"stopped before step {trainer.next_step}" + (", go on with --resume" if options.out else ""))
+        elif twin is not None:
+            verified = _compare(setup, trainer, twin, steps, folder, display)
     if options.json:
         print(json.dumps(_summary(options, steps, switches, verified)))
     return 0 if stop.number is None else 128 + stop.number

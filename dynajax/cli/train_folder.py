@@ -32,17 +32,6 @@ class RunFolder:
         self._open = ExitStack()
 
     def __enter__(self) -> RunFolder:
-        if self._path is None:
-            return self
-        try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            drop_since(self._path / METRICS, self._setup.begin)
-            self._record = self._open.enter_context(Record(self._path / METRICS))
-            config = saved_config(self._setup.options, self._setup.schedule)
-            (self._path / CONFIG).write_text(config, encoding="utf-8")
-            self._checkpoints = self._open.enter_context(Checkpoints(self._path / CHECKPOINTS))
-        except OSError as error:
-            raise RunError(f"cannot write to --out {self._path}: {error.strerror}; name another folder") from error
         return self
 
     def __exit__(
@@ -50,11 +39,35 @@ class RunFolder:
     ) -> None:
         self._open.close()
 
+    def start(self, trainer: Trainer) -> TrainState:
+        """Begin to write, and give the state of the first step.
+
+        Raises:
+            DynajaxError: the checkpoint to resume from does not fit, and nothing was written; or nothing can be.
+        """
+        resumed = self.first_state(trainer) if self._setup.options.resume else None
+        self._begin()
+        return self.first_state(trainer) if resumed is None else resumed
+
     def first_state(self, trainer: Trainer) -> TrainState:
         """The state of the first step: new, or that of the checkpoint to resume from."""
-        if self._setup.options.resume:
-            return self._checkpoints.restore(trainer.job, trainer.placement, self._setup.batches)
-        return trainer.job.initial_state(trainer.placement, trainer.seed)
+        if self._path is None or not self._setup.options.resume:
+            return trainer.job.initial_state(trainer.placement, trainer.seed)
+        with Checkpoints(self._path / CHECKPOINTS) as checkpoints:
+            return checkpoints.restore(trainer.job, trainer.placement, self._setup.batches)
+
+    def _begin(self) -> None:
+        if self._path is None:
+            return
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            drop_since(self._path / METRICS, self._setup.begin)
+            config = saved_config(self._setup.options, self._setup.schedule)
+            (self._path / CONFIG).write_text(config, encoding="utf-8")
+            self._record = self._open.enter_context(Record(self._path / METRICS))
+            self._checkpoints = self._open.enter_context(Checkpoints(self._path / CHECKPOINTS))
+        except OSError as error:
+            raise RunError(f"cannot write to --out {self._path}: {error.strerror}; name another folder") from error
 
     def write(self, event: dict[str, Any]) -> None:
         """Append an event to the record."""

@@ -73,11 +73,8 @@ def compile_step(job: Job, placement: Placement) -> CompiledStep:
     """Compile the step of ``job`` for ``placement`` from shapes alone; no array is made or touched."""
     mesh = placement.mesh(job.devices)
     layout, rows = job.layout(placement), NamedSharding(mesh, ROWS)
-    padded = -(-job.batch.rows // batch_shards(placement.strategy)) * batch_shards(placement.strategy)
-    batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((padded, *x.shape[1:]), x.dtype, sharding=rows),
-        job.batch,
-    )
+    padded = job.batch.rows + -job.batch.rows % batch_shards(placement.strategy)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((padded, *x.shape[1:]), x.dtype, sharding=rows), job.batch)
     jitted = jax.jit(
         make_step(global_loss(job.model, mesh), job.optimizer, layout, job.batch.rows),
         in_shardings=(layout, rows),
@@ -118,7 +115,7 @@ def make_step(
             grads = jax.lax.with_sharding_constraint(grads, layout.params)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        rng = jax.random.split(state.rng, 1)[0]
+        rng = jax.random.split(state.rng, 1)[0]  # each step has a key of its own, for models that draw
         return TrainState(params, opt_state, state.step + 1, rng, state.cursor + samples), value
 
     return step

@@ -79,7 +79,11 @@ class Trainer:
         return int(self.state.step)
 
     def step(self) -> StepReport:
-        """Take one optimizer step on the next global batch."""
+        """Take one optimizer step on the next global batch.
+
+        Raises:
+            DeadlineError: the step is not done in time; the state it consumed is gone.
+        """
         compiled = self.workshop.steps.get(self.placement, self.deadline_s)
         start = time.perf_counter()
         number, batch = self.next_step, self.data.take(int(self.state.cursor), self.data.batch_size)
