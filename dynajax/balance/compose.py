@@ -25,7 +25,7 @@ from dynajax.balance.estimate import PLANNED
 from dynajax.errors import BalanceError
 
 _EVERY = 8  # more copies than these are tried in steps of about a tenth
-_UNITS = 256  # on more devices than these, copies come in twos, fours, …
+_UNITS = 128  # on more devices than these, copies come in twos, fours, …
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,11 +148,11 @@ def _solve(groups: Groups, kinds: Sequence[PipelineCost], devices: int) -> _Prog
                 later = np.maximum(best[: units + 1 - size, :j], end)
                 start = later.argmin(axis=1)
                 value = later[np.arange(start.size), start]
-                better = np.flatnonzero(value < best[size:, j])
-                best[size + better, j] = value[better]
-                choice[size + better, j] = np.stack(
-                    [np.full_like(better, k), np.full_like(better, d), start[better]], 1
-                )
+                better = (value < best[size:, j]).nonzero()[0]
+                if better.size:
+                    best[size + better, j] = value[better]
+                    choice[size + better, j, :2] = k, d
+                    choice[size + better, j, 2] = start[better]
     return _Programme(best, choice, unit)
 
 

@@ -21,7 +21,7 @@ from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
 
 _GROUPS = 24
-_TOKENS = 10_000_000  # of data that mixes are made for, in 6 to 32 batches
+_TOKENS = 10_000_000  # of data that mixes are made for, in 4 to 32 batches
 _NEAR = 0.05  # on a sample, mixes that cannot end within this of the best are not planned
 _WORTH = 1e-3  # relative gain on the samples below which one more candidate is not worth compiling
 
@@ -111,7 +111,7 @@ def _representative(samples: Sequence[Ints]) -> list[_Sample]:
     """
     ranked = sorted(samples, key=lambda tokens: -float(tokens @ tokens))
     mean = sum(int(tokens.sum()) for tokens in samples) / len(samples)
-    count = int(min(max(_TOKENS / mean, 6), 32, len(samples)))
+    count = int(min(max(_TOKENS / mean, 4), 32, len(samples)))
     alone = count // 4
     others = np.array_split(np.arange(alone, len(ranked)), count - alone)
     return [_Sample(tokens, 1) for tokens in ranked[:alone]] + [
