@@ -14,7 +14,7 @@ from math import sqrt
 
 from dynajax.balance.cost import PipelineCost
 from dynajax.balance.pack import Packs, balanced, fewest, neighbours, order
-from dynajax.balance.shapes import UNLIMITED, Shapes
+from dynajax.balance.shapes import UNLIMITED, Shapes, alignment
 from dynajax.balance.simulate import published_ms, simulated_ms
 from dynajax.errors import BalanceError
 from dynajax.meshes import Pipeline
@@ -117,6 +117,18 @@ def fill_ms(tokens: Sequence[int], cost: PipelineCost, options: FillOptions) -> 
     return float("inf") if packs is None else share.end(packs)
 
 
+def fill_up(filled: PipelineFill, count: int, cost: PipelineCost, options: FillOptions) -> PipelineFill:
+    """``filled`` with micro-batches that hold nothing at its end, until there are ``count``.
+
+    They are as short as rows can be, and marked by having no sequences: what they compute has no weight.
+    """
+    row = options.shapes.padded(1, cost) if options.shapes else alignment(cost)
+    empty = MicroBatch((), 0, row, cost.microbatch_ms([], row))
+    microbatches = filled.microbatches + (empty,) * (count - len(filled.microbatches))
+    times = [microbatch.ms for microbatch in microbatches]
+    return PipelineFill(cost.pipeline, microbatches, simulated_ms(times, cost.pp), published_ms(times, cost.pp))
+
+
 class _Share:
     """Sequences of one pipeline, to be packed in several ways."""
 
@@ -143,6 +155,10 @@ class _Share:
         times = [self.ms(pack) for pack in packs]
         return simulated_ms([times[at] for at in order(times)] if self._cost.pp > 1 else times, self._cost.pp)
 
+    def heaviest(self, packs: Packs) -> float:
+        """Time of the slowest pack on one pipeline stage."""
+        return max(self.ms(pack) for pack in packs)
+
     def packed(self, *, search: bool) -> Packs | None:
         """Packs in the number that is asked for, None if it cannot be made, or else in the best."""
         options, cost = self._options, self._cost
@@ -156,8 +172,12 @@ class _Share:
             return self._packs(least if cost.pp == 1 else self._best_count(least), search)
         if cost.pp == 1 and not search:
             return few  # of pipelines without bubbles only the sum matters
-        packs = self._packs(len(few) if cost.pp == 1 else self._best_count(len(few)), search) or few
-        return packs if self.end(packs) <= self.end(few) else few  # few fills all rows but one: less padding
+        count = len(few) if cost.pp == 1 else self._best_count(len(few))
+        tried = (self._packs(count, searched) for searched in {False, search})
+        return min(
+            (few, *(packs for packs in tried if packs)),
+            key=lambda packs: (round(self.end(packs), 6), self.heaviest(packs)),
+        )
 
     def _best_count(self, least: int) -> int:
         """The number of packs with the earliest end: downhill from the one that suits equal packs."""

@@ -5,7 +5,8 @@ sequences between the last pipeline and the others while that ends it earlier. T
 first wins. Candidates are tried in the order of a lower bound (``bound``), and one whose bound is not
 below the best end so far is not tried: it cannot win.
 
-A plan depends on its arguments alone, so every process computes the same one; ``digest`` lets them check.
+A plan depends on its arguments alone, so every process computes the same one. ``digest`` lets them check, for
+unlike processors may round a sum differently and settle a tie the other way.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dynajax.balance import bound
 from dynajax.balance.cost import Floats, Ints, PipelineCost, costs_of, short_text
 from dynajax.balance.dispatch import assign
 from dynajax.balance.exchange import Assignment, move
-from dynajax.balance.fill import FillOptions, PipelineFill, fill, fill_ms
+from dynajax.balance.fill import FillOptions, PipelineFill, fill, fill_ms, fill_up
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
 
@@ -88,10 +89,13 @@ class PlanOptions:
     Attributes:
         filling: how a pipeline's share is packed.
         may_idle: whether a pipeline may stay without work although there are sequences enough.
+        even: whether all pipelines get as many micro-batches, as one program for all of them needs; those
+            that are missing are empty and marked.
     """
 
     filling: FillOptions = field(default_factory=FillOptions)
     may_idle: bool = False
+    even: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,7 @@ class Planner:
                 f"no candidate can make {self.options.filling.microbatches} micro-batches on each pipeline out of "
                 f"{tokens.size} sequences of {tokens.sum()} tokens: ask for another number, or for none"
             )
-        return _written(tokens, self.candidates[chosen], chosen, best.bins, tuple(considered), self.options)
+        return _written(tokens, self.candidates[chosen], chosen, best.bins, considered, self.options)
 
     def prices(self, lengths: ArrayLike, near: float) -> Prices:
         """What every candidate would make of sequences of ``lengths`` tokens, by dispatch without packing.
@@ -282,12 +286,17 @@ def _written(
     candidate: Candidate,
     index: int,
     bins: Ints,
-    considered: tuple[Considered, ...],
+    considered: list[Considered],
     options: PlanOptions,
 ) -> IterationPlan:
     pipelines: list[PipelineFill] = []
     for pipeline, kind in enumerate(candidate.kind):
         items = np.flatnonzero(bins == pipeline)
         pipelines.append(fill(items.tolist(), tokens[items].tolist(), candidate.kinds[kind], options.filling))
+    if options.even:
+        count = max(len(pipeline.microbatches) for pipeline in pipelines)
+        costs = [candidate.kinds[kind] for kind in candidate.kind]
+        pipelines = [fill_up(p, count, cost, options.filling) for p, cost in zip(pipelines, costs, strict=True)]
     ms = max(pipeline.ms for pipeline in pipelines)
-    return IterationPlan(index, candidate.strategy, tuple(pipelines), ms, considered)
+    considered[index] = replace(considered[index], ms=ms)
+    return IterationPlan(index, candidate.strategy, tuple(pipelines), ms, tuple(considered))

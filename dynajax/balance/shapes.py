@@ -19,6 +19,11 @@ UNLIMITED = 1 << 60
 """Sequences of a row without a bound."""
 
 
+def alignment(cost: PipelineCost) -> int:
+    """A row is a multiple of this, so that tp and cp cut it into equal parts."""
+    return cost.pipeline.size("tp") * cost.pipeline.size("cp")
+
+
 @dataclass(frozen=True)
 class Shapes:
     """The rows that are compiled.
@@ -26,7 +31,7 @@ class Shapes:
     Attributes:
         buckets: row lengths of a kind of pipeline, at most.
         max_segments: most sequences of a row.
-        align: row lengths are multiples of this, and of tp·cp, which cut a row into equal parts.
+        align: row lengths are multiples of this, and of what tp and cp need.
     """
 
     buckets: int
@@ -41,7 +46,7 @@ class Shapes:
 
     def rows(self, cost: PipelineCost) -> tuple[int, ...]:
         """Row lengths in tokens, increasing; none if the pipeline does not hold the shortest possible row."""
-        unit = lcm(self.align, cost.pipeline.size("tp") * cost.pipeline.size("cp"))
+        unit = lcm(self.align, alignment(cost))
         units = cost.max_len // unit
         return tuple(sorted({-(-units * i // self.buckets) * unit for i in range(1, self.buckets + 1)} - {0}))
 

@@ -178,6 +178,23 @@ def test_as_many_micro_batches_as_asked_for():
         fill(range(3), [1, 2, 3], DEEP, options.filling)
 
 
+def test_all_pipelines_can_have_as_many_micro_batches_and_the_empty_ones_are_marked():
+    """Two ranks of a budget of 100 tokens: one has five rows of 95, the other could do with one of 5 times 20."""
+    hundred = price("tp1", 1e-6, 0.1, 1, 100)
+    lengths = [95] * 5 + [20] * 5
+    uneven = Planner([Strategy.parse("dp2.tp1")], [hundred]).plan(lengths)
+    even = Planner([Strategy.parse("dp2.tp1")], [hundred], PlanOptions(even=True)).plan(lengths)
+    counts = [len(p.microbatches) for p in even.pipelines]
+    assert len(set(counts)) == 1
+    assert counts[0] == max(len(p.microbatches) for p in uneven.pipelines)
+    assert sorted(i for p in even.pipelines for mb in p.microbatches for i in mb.sequences) == list(range(10))
+    empty = [mb for p in even.pipelines for mb in p.microbatches if not mb.sequences]
+    assert len(empty) == sum(counts) - sum(len(p.microbatches) for p in uneven.pipelines)
+    assert all(mb.tokens == 0 < mb.padded for mb in empty)
+    idle = Planner([Strategy.parse("2*tp8")], KINDS, PlanOptions(even=True)).plan([10])
+    assert [len(p.microbatches) for p in idle.pipelines] == [1, 1]
+
+
 def test_idle_pipelines_are_a_choice():
     lengths, slow = [3000, 2000, 10], replace(SMALL, b=100.0)
     costs = (slow, LARGE)
