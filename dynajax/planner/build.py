@@ -13,8 +13,7 @@ from dynajax.planner.memory import Buffers, Memory, plan_stages
 from dynajax.planner.packed import pack_stages
 from dynajax.planner.plan import Move, Plan, distinct_routes
 from dynajax.planner.sources import Geometry, choose_sources
-from dynajax.vps.region import Ints
-from dynajax.vps.tiling import Layout, Tiling
+from dynajax.vps.tiling import Layout, Tiling, sums
 
 
 def build_plan(
@@ -56,17 +55,19 @@ def build_plan(
             moves[k] = Move(source.space.tensors[k], route)
     made = tuple(m for m in moves if m is not None)
     if memory is Memory.PACKED:
-        return _packed(made, source.bytes_by_device(devices), target.bytes_by_device(devices), budget, donate, topology)
+        return _packed(made, devices, budget, donate, topology)
     buffers = _buffers(made, devices)
     stages = plan_stages(buffers, budget, donate, [t.path for t in source.space])
     return Plan(made, stages, budget, donate, buffers.footprint(stages, donate), memory, topology)
 
 
-def _packed(
-    moves: tuple[Move, ...], source: Ints, target: Ints, budget: int, donate: bool, topology: Topology | None
-) -> Plan:
+def _packed(moves: tuple[Move, ...], devices: int, budget: int, donate: bool, topology: Topology | None) -> Plan:
     """The plan with its pieces cut and staged; a stage is the tensors that have a piece in it."""
     routes = distinct_routes(moves)
+    source, target = (
+        sum((sums(t.holder, t.region.volumes, devices) * size for t, size in tilings), np.zeros(devices, np.int64))
+        for tilings in ([(r.source, size) for r, size in routes], [(r.target, size) for r, size in routes])
+    )
     staged, footprint = pack_stages(routes, source, target, budget, donate)
     of_route = {id(route): k for k, (route, _) in enumerate(routes)}
     members: list[list[int]] = [[] for _ in routes]

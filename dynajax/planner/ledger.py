@@ -16,7 +16,7 @@ from dynajax.planner.route import Bools, Route
 from dynajax.vps.region import Ints, dense_strides
 from dynajax.vps.tiling import sums
 
-_MOMENTS = 6
+MOMENTS = 6
 Routes = Sequence[tuple[Route, int]]
 """Routes, each with the bytes of an element summed over its tensors."""
 
@@ -77,12 +77,18 @@ def kept_bytes(routes: Routes, devices: int) -> Ints:
     """Bytes of the buffers that stay as they are, on each device."""
     total = np.zeros(devices, np.int64)
     for route, itemsize in routes:
-        total[route.kept] += route.target.elements(devices)[route.kept] * itemsize
+        held = sums(route.target.holder, route.target.region.volumes, devices)
+        total[route.kept] += held[route.kept] * itemsize
     return total
 
 
 def packed_peak(routes: Routes, source: Ints, donate: bool) -> Ints:
-    """The most bytes that each device holds at any moment, shape (devices,).
+    """The most bytes that each device holds at any moment, shape (devices,); arguments as for ``packed_live``."""
+    return packed_live(routes, source, donate).max(axis=0)
+
+
+def packed_live(routes: Routes, source: Ints, donate: bool) -> Ints:
+    """Bytes that each device holds before the first stage and after each moment, shape (moments, devices).
 
     Args:
         routes: with a stage for each piece.
@@ -92,7 +98,7 @@ def packed_peak(routes: Routes, source: Ints, donate: bool) -> Ints:
     devices, rows = len(source), Rows.of(routes)
     stage = np.concatenate([np.zeros(0, np.int64), *(r.stages_of_pieces() for r, _ in routes)])
     stages = int(stage.max(initial=-1)) + 1
-    change = np.zeros((_MOMENTS * stages + 1, devices), np.int64)
+    change = np.zeros((MOMENTS * stages + 2, devices), np.int64)
     sent = rows.sender != rows.receiver
     for moment, end, chosen, sign in (
         (0, rows.sender, sent, 1),
@@ -101,12 +107,12 @@ def packed_peak(routes: Routes, source: Ints, donate: bool) -> Ints:
         (4, rows.receiver, np.ones_like(sent), 1),
         (5, rows.receiver, sent, -1),
     ):
-        np.add.at(change, (1 + _MOMENTS * stage[chosen] + moment, end[chosen]), sign * rows.nbytes[chosen])
+        np.add.at(change, (2 + MOMENTS * stage[chosen] + moment, end[chosen]), sign * rows.nbytes[chosen])
     change[0] = source
     if donate:
         _free(change, rows, stage, ~sent)
-        change[0] = kept_bytes(routes, devices) + _read_bytes(rows, devices)
-    return np.maximum(np.cumsum(change, axis=0).max(axis=0), source)
+        change[1] = kept_bytes(routes, devices) + _read_bytes(rows, devices) - source
+    return np.cumsum(change, axis=0)
 
 
 def _free(change: Ints, rows: Rows, stage: Ints, local: Bools) -> None:
@@ -115,7 +121,7 @@ def _free(change: Ints, rows: Rows, stage: Ints, local: Bools) -> None:
     order = read[np.lexsort((local[read], stage[read], rows.unit[read]))]
     last = order[np.append(np.diff(rows.unit[order]) != 0, True)] if len(order) else order
     moment = np.where(local[last], 5, 1)
-    np.subtract.at(change, (1 + _MOMENTS * stage[last] + moment, rows.sender[last]), rows.nbytes[last])
+    np.subtract.at(change, (2 + MOMENTS * stage[last] + moment, rows.sender[last]), rows.nbytes[last])
 
 
 def _read_bytes(rows: Rows, devices: int) -> Ints:

@@ -25,7 +25,7 @@ class Memory(Enum):
     SHARDS = "shards"
     """A shard is one buffer, freed whole: arrays of jax. A stage holds whole tensors."""
     PACKED = "packed"
-    """State lies in pieces, each freed when its last reader has it. Stages cut tensors; see ``planner.packed``."""
+    """State lies in pieces, without padding, each freed when its last reader has it; see ``planner.packed``."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,20 +9,15 @@ allow, every piece is in one stage, and the peak is what the ledger says and wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from dynajax.errors import CheckError
-from dynajax.planner.ledger import packed_peak
-from dynajax.planner.memory import Memory
+from dynajax.planner.plan import Plan
 from dynajax.planner.route import Route
+from dynajax.planner.timeline import live_bytes
 from dynajax.vps import algebra
 from dynajax.vps.region import Ints
 from dynajax.vps.tiling import Tiling, sums
-
-if TYPE_CHECKING:
-    from dynajax.planner.plan import Plan
 
 
 def prove(plan: Plan) -> None:
@@ -127,10 +122,7 @@ def _prove_stages(plan: Plan) -> None:
 
 
 def _prove_peak(plan: Plan) -> None:
-    if plan.memory is Memory.PACKED:
-        peak = packed_peak(plan.routes, plan.footprint.source, plan.donate)
-    else:
-        peak = _shard_peak(plan)
+    peak = live_bytes(plan).max(axis=0)
     if (peak != plan.footprint.peak).any():
         device = int(np.argmax(peak != plan.footprint.peak))
         raise CheckError(
@@ -138,27 +130,6 @@ def _prove_peak(plan: Plan) -> None:
         )
     if plan.peak_extra_bytes > plan.budget:
         raise CheckError(f"a device holds {plan.peak_extra_bytes} bytes above its base; the budget is {plan.budget}")
-
-
-def _shard_peak(plan: Plan) -> Ints:
-    """The most bytes alive when targets of a stage are made before its sources go."""
-    n = plan.num_devices
-    live = np.zeros(n, np.int64)
-    for move in plan.moves:
-        live += _elements(move.source, n) * move.tensor.itemsize
-    peak = live.copy()
-    for stage in plan.stages:
-        made, gone = np.zeros(n, np.int64), np.zeros(n, np.int64)
-        for move in (plan.moves[k] for k in stage):
-            new, old = _elements(move.target, n), _elements(move.source, n)
-            new[move.kept] = old[move.kept] = 0
-            made += new * move.tensor.itemsize
-            gone += old * move.tensor.itemsize
-        live = live + made
-        peak = np.maximum(peak, live)
-        if plan.donate:
-            live = live - gone
-    return peak
 
 
 def _elements(tiling: Tiling, devices: int) -> Ints:

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from dynajax.errors import CheckError
 from dynajax.planner.plan import Move, Plan
-from dynajax.vps.buffer import pack, view
+from dynajax.vps.buffer import pack_into, view
+from dynajax.vps.tiling import Tiling
 
 Buffers = dict[int, NDArray[Any]]
+_MARK = 0xA5
 
 
 def execute(move: Move, source: Mapping[int, NDArray[Any]]) -> Buffers:
@@ -24,7 +26,7 @@ def execute(move: Move, source: Mapping[int, NDArray[Any]]) -> Buffers:
     target: Buffers = {d: source[d] for d in move.kept.tolist()}
     dtype = next(iter(source.values())).dtype if source else np.dtype(np.int64)
     for d in np.setdiff1d(move.target.devices, move.kept).tolist():
-        target[d] = np.full(move.target.region_of(d).volume * dtype.itemsize, 0xA5, np.uint8).view(dtype)
+        target[d] = _buffer(move.target, d, dtype)
     c, stage = move.copies, move.route.stage
     for k in np.lexsort((c.relayed, np.zeros(len(c.source)) if stage is None else stage)).tolist():
         extent = c.extent[k].tolist()
@@ -32,6 +34,18 @@ def execute(move: Move, source: Mapping[int, NDArray[Any]]) -> Buffers:
         held = target if c.relayed[k] else source
         out[...] = view(held[int(c.source[k])], int(c.source_offset[k]), c.source_stride[k].tolist(), extent)
     return target
+
+
+def held(whole: NDArray[Any], tiling: Tiling, device: int) -> NDArray[Any]:
+    """The buffer of a device, cut from the whole tensor; padding is filled with a mark that no copy may touch."""
+    buffer = _buffer(tiling, device, whole.dtype)
+    pack_into(buffer, whole, tiling.region_of(device))
+    return buffer
+
+
+def _buffer(tiling: Tiling, device: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    size = tiling.region_of(device).volume if tiling.room is None else tiling.room
+    return np.full(size * dtype.itemsize, _MARK, np.uint8).view(dtype)
 
 
 def verify(plan: Plan, tensors: Mapping[str, NDArray[Any]] | None = None) -> None:
@@ -50,10 +64,10 @@ def verify(plan: Plan, tensors: Mapping[str, NDArray[Any]] | None = None) -> Non
         move.target.validate(move.tensor.path)
         size = int(np.prod(move.tensor.shape, dtype=np.int64))
         whole = np.arange(size).reshape(move.tensor.shape) if tensors is None else tensors[move.tensor.path]
-        before = {d: pack(whole, move.source.region_of(d)) for d in move.source.devices.tolist()}
+        before = {d: held(whole, move.source, d) for d in move.source.devices.tolist()}
         after = execute(move, before)
         for d in move.target.devices.tolist():
-            if after[d].tobytes() != pack(whole, move.target.region_of(d)).tobytes():
+            if after[d].tobytes() != held(whole, move.target, d).tobytes():
                 raise CheckError(f"{move.tensor.path}: the plan gives device {d} wrong bytes")
     if plan.bytes_moved != plan.bytes_lower_bound:
         raise CheckError(f"the plan moves {plan.bytes_moved} bytes and {plan.bytes_lower_bound} would do")

@@ -24,8 +24,13 @@ def view(buffer: NDArray[Any], offset: int, stride: Sequence[int], extent: Seque
 def pack(tensor: NDArray[Any], region: Region) -> NDArray[Any]:
     """The flat buffer of a holder of ``region``, cut from the whole tensor."""
     buffer = np.zeros(region.volume, tensor.dtype)
+    pack_into(buffer, tensor, region)
+    return buffer
+
+
+def pack_into(buffer: NDArray[Any], tensor: NDArray[Any], region: Region) -> None:
+    """Fill the buffer of a holder of ``region`` from the whole tensor; what no box covers stays as it is."""
     for k in range(region.count):
         index = tuple(slice(a, b) for a, b in zip(region.lo[k].tolist(), region.hi[k].tolist(), strict=True))
         extent = (region.hi[k] - region.lo[k]).tolist()
         view(buffer, int(region.offset[k]), region.stride[k].tolist(), extent)[...] = tensor[index]
-    return buffer

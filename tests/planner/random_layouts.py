@@ -1,6 +1,7 @@
 """Hypothesis strategies for layouts of every kind: meshes, flat slices, fused blocks, mixed holdings."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from dynajax.vps import Layout, Region, Space, Tensor, Tiling, algebra, blocks, box, interval, mesh_tiling
 from dynajax.vps.region import concatenate, dense_boxes
+from dynajax.vps.stored import padded, stored_tiling
 
 MESH_SIZES = [(1,), (2,), (3,), (4,), (5,), (7,), (2, 2), (2, 3), (4, 2), (2, 2, 2), (3, 1, 2)]
 shapes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 8]), max_size=3).map(tuple)
@@ -96,11 +98,22 @@ def mixed_tilings(draw, shape, pool):
 
 
 @st.composite
+def padded_tilings(draw, shape, pool):
+    """Arrays longer than their tensor, as a mesh that does not divide it needs; the first dim may be permuted."""
+    stored = tuple(n + draw(st.integers(0, 3)) for n in shape)
+    pieces = list(padded(shape, stored))
+    if draw(st.booleans()):
+        cut = draw(st.integers(0, shape[0]))
+        pieces[0] = ((shape[0] - cut, 0, cut), (0, cut, shape[0] - cut))
+    return stored_tiling(draw(mesh_tilings(stored, pool)), shape, pieces)
+
+
+@st.composite
 def tilings(draw, shape, pool):
     """Any of the kinds above."""
     kinds = [mesh_tilings]
     if shape and 0 not in shape:
-        kinds += [flat_tilings, fused_tilings, mixed_tilings]
+        kinds += [flat_tilings, fused_tilings, mixed_tilings, padded_tilings]
     return draw(draw(st.sampled_from(kinds))(shape, pool))
 
 
@@ -121,4 +134,4 @@ def layout_pairs(draw, max_devices=8):
 
 def shifted(layout, by):
     """The layout on device numbers that are ``by`` larger."""
-    return Layout(layout.space, tuple(Tiling(t.shape, t.holder + by, t.region) for t in layout.tilings))
+    return Layout(layout.space, tuple(replace(t, holder=t.holder + by) for t in layout.tilings))

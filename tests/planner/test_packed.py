@@ -10,8 +10,8 @@ from test_topology_plans import topologies
 
 from dynajax.errors import BudgetError
 from dynajax.planner import Memory, build_plan, verify
+from dynajax.planner.virtual import held
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
-from dynajax.vps.buffer import pack
 
 P = PartitionSpec
 proof = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
@@ -136,7 +136,7 @@ def assert_exact(plan, devices):
             for (kind, owner, lo, hi), block in devices[d].blocks.items():
                 if owner == k and kind == ("old" if d in move.kept else "new"):
                     flat[box(lo, hi)] = block
-            np.testing.assert_array_equal(pack(flat, move.target.region_of(d)), pack(whole, move.target.region_of(d)))
+            np.testing.assert_array_equal(held(flat, move.target, d), held(whole, move.target, d))
         for d in range(plan.num_devices):
             left = [n for n in devices[d].blocks if n[1] == k and n[0] not in ("old" if d in move.kept else "new",)]
             assert not plan.donate or not left
