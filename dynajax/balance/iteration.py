@@ -206,8 +206,8 @@ class Planner:
         for index in np.argsort(ends, kind="stable").tolist():
             if bounds[index].ms > best * (1 + near):
                 break
-            ends[index] = _dispatched(tokens, self.candidates[index], self.options).done.max()
-            best = min(best, ends[index])
+            ends[index] = float(_dispatched(tokens, self.candidates[index], self.options, best).done.max())
+            best = min(best, float(ends[index]))
         return Prices(ends, np.array([bounds[index].work_ms for index in range(len(self.candidates))]))
 
     def _bounds(self, tokens: Ints, only: int | None) -> dict[int, bound.CandidateBound]:
@@ -246,14 +246,14 @@ class _Shared:
     bins: Ints
 
 
-def _dispatched(tokens: Ints, candidate: Candidate, options: PlanOptions) -> Assignment:
-    kind = np.array(candidate.kind)
-    return assign(tokens, candidate.kinds, kind, shapes=options.filling.shapes, may_idle=options.may_idle)
+def _dispatched(tokens: Ints, candidate: Candidate, options: PlanOptions, limit: float) -> Assignment:
+    kind, shapes = np.array(candidate.kind), options.filling.shapes
+    return assign(tokens, candidate.kinds, kind, shapes=shapes, may_idle=options.may_idle, limit=limit)
 
 
 def _share_out(tokens: Ints, candidate: Candidate, options: PlanOptions, limit: float) -> _Shared:
     """A good plan of ``candidate``, given up (infinite) or not searched further if it does not end by ``limit``."""
-    found = _dispatched(tokens, candidate, options)
+    found = _dispatched(tokens, candidate, options, limit)
     if found.done.max() > limit * _ESTIMATED:
         return _Shared(np.inf, found.bins)
 

@@ -85,7 +85,7 @@ def propose(
     ends, work = np.stack([p.ms for p in prices]), np.stack([p.work_ms for p in prices])
     weights = np.array([sample.weight for sample in drawn])
     roomy = np.array([candidate.room >= longest for candidate in planner.candidates])
-    chosen = _choose(ends, work, weights / weights.sum(), roomy, most)
+    chosen = _with_homogeneous(_choose(ends, work, weights / weights.sum(), roomy, most), mixes, kinds, longest, most)
     sample_ms = float(np.average(ends[:, chosen].min(axis=1), weights=weights))
     return Proposal(tuple(planner.candidates[index].strategy for index in chosen), len(mixes), sample_ms)
 
@@ -148,3 +148,20 @@ def _choose(ends: Floats, work: Floats, weights: Floats, roomy: NDArray[np.bool_
         chosen.append(int(equal[(weights @ work[:, equal]).argmin()]))
         now = np.minimum(now, ends[:, chosen[-1]])
     return chosen
+
+
+def _with_homogeneous(
+    chosen: list[int], mixes: Sequence[Mix], kinds: Sequence[PipelineCost], longest: int, most: int
+) -> list[int]:
+    """``chosen`` with the homogeneous layout of the smallest pipeline that holds ``longest``, if there is room.
+
+    It is for batches that are unlike every sample: no plan is then worse than the homogeneous one.
+    """
+    same = [
+        (kinds[used[0]].devices, kinds[used[0]].pp, index)
+        for index, used in enumerate([k for k, copies in enumerate(mix.copies) if copies] for mix in mixes)
+        if len(used) == 1 and kinds[used[0]].max_len >= longest
+    ]
+    if not same or most == 1 or min(same)[2] in chosen:
+        return chosen
+    return [*chosen[: most - 1], min(same)[2]]

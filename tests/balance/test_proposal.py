@@ -105,6 +105,16 @@ def test_proposals_fill_the_devices_and_hold_the_longest():
     assert found.sample_ms <= more.sample_ms
 
 
+def test_the_homogeneous_layout_is_among_the_candidates():
+    """Samples have short sequences only; a batch of nothing but long ones is still no worse than homogeneous."""
+    samples = [np.random.default_rng(i).integers(1, 500, 80) for i in range(6)]
+    found = propose(samples, KINDS, 16, 25_000, most=3)
+    assert "2*tp8" in [short_text(s) for s in found.candidates]
+    longest = [25_000] * 6
+    alone = Planner([Strategy.parse("2*tp8")], KINDS).plan(longest)
+    assert Planner(found.candidates, KINDS).plan(longest).ms <= alone.ms * (1 + 1e-9)
+
+
 def test_proposals_respect_the_shapes():
     samples = [np.array([100, 300, 900, 2_500])] * 3
     options = PlanOptions(FillOptions(Shapes(buckets=2, max_segments=4, align=4_096)))
