@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -76,9 +76,10 @@ class SharedMemory:
         """See ``Transport.run``."""
         with self._watch.phase("group"):
             fills = [_Fill(move, leaf, self._places) for move, leaf in stage]
-        self.prepare(stage)
+            kinds = _by_kind(fills)
+        self._compile(kinds)
         with self._watch.phase("group"):
-            for kind, alike in _by_kind(fills).items():
+            for kind, alike in kinds.items():
                 _allocate(kind, alike)
             for fill in fills:
                 fill.clear_padding()
@@ -93,9 +94,13 @@ class SharedMemory:
             return [fill.array(share) for fill in fills]
 
     def prepare(self, stage: Sequence[tuple[Move, Leaf]]) -> None:
-        """See ``Transport.prepare``; finding what was compiled before does not count as compiling."""
+        """See ``Transport.prepare``."""
+        self._compile(_by_kind(_Outline(move, leaf, self._places) for move, leaf in stage))
+
+    def _compile(self, kinds: Mapping[_Kind, Sequence[_Outline]]) -> None:
+        """Have the programs that allocate; finding what was compiled before does not count as compiling."""
         start, compiled = time.perf_counter(), uninitialised.allocator.cache_info().misses
-        for kind, alike in _by_kind(_Outline(move, leaf, self._places) for move, leaf in stage).items():
+        for kind, alike in kinds.items():
             if kind.is_owned_by_xla:
                 for count in uninitialised.batches(len(alike)):
                     uninitialised.allocator(kind.devices, kind.shape, kind.dtype, count)
