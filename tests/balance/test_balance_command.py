@@ -76,7 +76,6 @@ def test_a_measured_profile_and_proposed_candidates(capsys, tmp_path):
 
 
 def test_html(capsys, tmp_path):
-    pytest.importorskip("plotly")
     told(replace(QUICK, iterations=1, html=str(tmp_path / "page.html")), capsys)
     assert "4*tp16" in (tmp_path / "page.html").read_text()
 

@@ -37,7 +37,6 @@ def test_an_empty_plan_is_idle():
 
 
 def test_the_page_is_self_contained(tmp_path):
-    pytest.importorskip("plotly")
     write_html(tmp_path / "page.html", [PLAN, PLAN], {"profile": "<mine>"})
     page = (tmp_path / "page.html").read_text()
     assert "&lt;mine&gt;" in page
