@@ -20,12 +20,12 @@ import grain
 from dynajax.data.batch import Batch, Segment, lay_out, pad_rows, require_shard
 from dynajax.data.corpus import Documents
 from dynajax.data.packing import Bins, Overlong, Pieces, cut, pack
-from dynajax.data.stream import Cursor, endless_order, item, stream_digest
+from dynajax.data.stream import Stream, endless_order, item, stream_digest
 from dynajax.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)
-class Batches:
+class Batches(Stream):
     """Global batches of packed rows, by step.
 
     Which segments share a row is decided once per run, by ``seed``; which rows share a batch changes
@@ -125,21 +125,6 @@ class Batches:
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=ahead)
         with closing(batches.to_iter_dataset(options).__iter__()) as ready:
             yield from ready
-
-    # ---- the cursor
-
-    def start(self) -> Cursor:
-        """The cursor of a new run."""
-        return Cursor(0, 0, self.documents.digest, self.digest)
-
-    def resume(self, cursor: Cursor) -> Cursor:
-        """``cursor`` if it points into this stream; the batch size alone may differ.
-
-        Raises:
-            DataError: the documents or the order have changed.
-        """
-        cursor.require(self.documents.digest, self.digest)
-        return cursor
 
     @cached_property
     def digest(self) -> str:

@@ -21,7 +21,7 @@ from dynajax.data.batch import Segment
 from dynajax.data.batches import read_piece
 from dynajax.data.corpus import Documents
 from dynajax.data.packing import Bins, Ints, Overlong, Pieces, cut, group, shuffled
-from dynajax.data.stream import Cursor, endless_order, item, stream_digest
+from dynajax.data.stream import Stream, endless_order, item, stream_digest
 from dynajax.errors import DataError
 
 
@@ -57,7 +57,7 @@ class DocumentBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class DocumentSteps:
+class DocumentSteps(Stream):
     """Sequences of variable length, by step.
 
     Sequences are shuffled by ``seed`` and filled into steps in that order, so that each step's lengths are
@@ -122,19 +122,6 @@ class DocumentSteps:
         """The sequences of ``step``."""
         members = self._members(step).tolist()
         return DocumentBatch(tuple(read_piece(self.documents, self.pieces, piece) for piece in members))
-
-    def start(self) -> Cursor:
-        """The cursor of a new run."""
-        return Cursor(0, 0, self.documents.digest, self.digest)
-
-    def resume(self, cursor: Cursor) -> Cursor:
-        """``cursor`` if it points into this stream.
-
-        Raises:
-            DataError: the documents or the order have changed.
-        """
-        cursor.require(self.documents.digest, self.digest)
-        return cursor
 
     @cached_property
     def digest(self) -> str:

@@ -7,6 +7,7 @@ grows, shrinks or resumes goes on with the next sample.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import hashlib
 import sys
@@ -18,6 +19,7 @@ from typing import TypeVar, cast
 import grain
 import numpy as np
 
+from dynajax.data.corpus import Documents
 from dynajax.data.packing import Bins, Ints
 from dynajax.errors import DataError
 
@@ -59,6 +61,30 @@ class Cursor:
                 f"the saved run read its corpus in the order {self.stream[:12]} and this one would in "
                 f"{stream[:12]}: give the same seed, sequence length, limits and policy, or start anew"
             )
+
+
+class Stream(abc.ABC):
+    """What every stream of samples can do: say where a run begins, and take up one that was saved."""
+
+    documents: Documents
+
+    @property
+    @abc.abstractmethod
+    def digest(self) -> str:
+        """Names the samples and their order (see ``stream_digest``)."""
+
+    def start(self) -> Cursor:
+        """The cursor of a new run."""
+        return Cursor(0, 0, self.documents.digest, self.digest)
+
+    def resume(self, cursor: Cursor) -> Cursor:
+        """``cursor`` if it points into this stream.
+
+        Raises:
+            DataError: the documents or the order have changed.
+        """
+        cursor.require(self.documents.digest, self.digest)
+        return cursor
 
 
 @dataclass(frozen=True, eq=False)
