@@ -202,8 +202,8 @@ def _read(table: Mapping[str, Any], cluster: str, devices: int | None) -> Topolo
     count = devices if devices is not None else there
     if there is not None and devices is not None and devices > there:
         raise TopologyError(
-            f"{devices} devices are asked for and topology {cluster!r} has {table['nodes']} nodes of {node}, {there} "
-            "devices; use a smaller strategy or a larger topology"
+            f"{devices} devices are asked for and topology {cluster!r} has {there} (nodes: {table['nodes']}, of "
+            f"{node}); use a smaller strategy or a larger topology"
         )
     return Topology.regular(str(table.get("name", cluster)), tiers, int(count or 0))
 

@@ -13,6 +13,7 @@ from dynajax.planner.memory import Buffers, Memory, plan_stages
 from dynajax.planner.packed import pack_stages
 from dynajax.planner.plan import Move, Plan, distinct_routes
 from dynajax.planner.sources import Geometry, choose_sources
+from dynajax.vps.space import Tensor
 from dynajax.vps.tiling import Layout, Tiling, sums
 
 
@@ -39,8 +40,7 @@ def build_plan(
         BudgetError: the budget cannot hold the smallest stages.
         TopologyError: the topology lacks a device or a link.
     """
-    if source.space != target.space:
-        raise LayoutError("source and target are layouts of different spaces")
+    _require_one_space(source, target)
     devices = max(source.num_devices, target.num_devices, 1)
     cut = memory is Memory.PACKED or (topology is not None and topology.num_nodes > 1)
     members = _by_geometry(source, target)
@@ -59,6 +59,11 @@ def build_plan(
     buffers = _buffers(made, devices)
     stages = plan_stages(buffers, budget, donate, [t.path for t in source.space])
     return Plan(made, stages, budget, donate, buffers.footprint(stages, donate), memory, topology)
+
+
+def _require_one_space(source: Layout, target: Layout) -> None:
+    if source.space is not target.space and source.space != target.space:
+        raise LayoutError("source and target are layouts of different spaces")
 
 
 def _packed(moves: tuple[Move, ...], devices: int, budget: int, donate: bool, topology: Topology | None) -> Plan:
@@ -112,8 +117,9 @@ def _buffers(moves: tuple[Move, ...], devices: int) -> Buffers:
 class _Asked:
     """What a plan was asked for; equal for equal questions."""
 
-    source: tuple[object, ...]
-    target: tuple[object, ...]
+    tensors: tuple[Tensor, ...]
+    source: tuple[bytes, ...]
+    target: tuple[bytes, ...]
     budget: int
     donate: bool
     topology: bytes
@@ -145,8 +151,10 @@ class Plans:
         memory: Memory = Memory.SHARDS,
     ) -> Plan:
         """What ``build_plan`` gives for the same arguments."""
+        _require_one_space(source, target)
+        before, after = (tuple(t.key for t in layout.tilings) for layout in (source, target))
         links = b"" if topology is None else topology.key
-        asked = _Asked(_said(source), _said(target), budget, donate, links, memory)
+        asked = _Asked(source.space.tensors, before, after, budget, donate, links, memory)
         plan = self._plans.pop(asked, None)
         if plan is None:
             plan = build_plan(source, target, budget, donate, topology=topology, memory=memory)
@@ -154,7 +162,3 @@ class Plans:
         if len(self._plans) > self._keep:
             del self._plans[next(iter(self._plans))]
         return plan
-
-
-def _said(layout: Layout) -> tuple[object, ...]:
-    return layout.space.tensors, tuple(t.key for t in layout.tilings)

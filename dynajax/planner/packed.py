@@ -26,6 +26,8 @@ from dynajax.vps.tiling import sums
 _TRIES = 8
 _FINENESS = 8
 """A slice is cut again until it is below this share of what a device takes in a stage; twice as fine after each try."""
+_MOST = 400_000
+"""Slices, and stages of devices, beyond which a plan is refused as too fine."""
 _GOLDEN = 0.6180339887498949
 
 
@@ -54,11 +56,11 @@ def pack_stages(
 
 
 def _least_budget(routes: Routes, source: Ints, target: Ints, budget: int, donate: bool) -> int:
-    """A budget that does, where one byte less does not."""
+    """A budget that does, where one that is smaller by a byte, or by a hundredth, does not."""
     low, high = budget, 2 * budget + 1
     while _fit(routes, source, target, high, donate) is None:
         low, high = high, 2 * high
-    while high - low > 1:
+    while high - low > max(high // 100, 1):
         middle = (low + high) // 2
         low, high = (low, middle) if _fit(routes, source, target, middle, donate) else (middle, high)
     return high
@@ -72,6 +74,8 @@ def _fit(
     stages, fineness = max(-(-load // max(budget, 1)), 1), _FINENESS
     for _ in range(_TRIES):
         grain = max(load // (stages * fineness), 1)
+        if _slices(routes, stages, grain) + stages * len(source) > _MOST:
+            return None
         staged = tuple(_staged(route, itemsize, stages, grain) for route, itemsize in routes)
         peak = packed_peak([(r, itemsize) for r, (_, itemsize) in zip(staged, routes, strict=True)], source, donate)
         footprint = Footprint(source, target, peak)
@@ -89,6 +93,11 @@ def _largest_load(rows: Rows, devices: int) -> int:
     sent = rows.nbytes * (rows.sender != rows.receiver)
     loads = sums(rows.sender, sent, devices), sums(rows.receiver, rows.nbytes, devices)
     return int(max(load.max(initial=0) for load in loads))
+
+
+def _slices(routes: Routes, stages: int, grain: int) -> int:
+    """About how many slices there would be."""
+    return sum(int(np.clip(-(-r.volumes * itemsize // grain), 1, stages).sum()) for r, itemsize in routes)
 
 
 def _staged(route: Route, itemsize: int, stages: int, grain: int) -> Route:

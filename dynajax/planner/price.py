@@ -1,9 +1,9 @@
 """The price of a plan in seconds, from a topology: what to expect before anything moves.
 
 A stage packs, exchanges in rounds, and unpacks. A message takes the latency of its link and its bytes over the
-link's speed; both directions go at once; a round lasts as long as its slowest message; the next begins when all
-are done. Packing, unpacking and copies inside a device go at the speed of its memory. The floor is what the
-busiest link needs if it is never idle.
+link's speed; both directions go at once. A device goes through its rounds in order and begins the next when its
+partner there is free too; the next stage begins when all are done. Packing, unpacking and copies inside a device
+go at the speed of its memory. The floor is what the busiest link needs if it is never idle.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def price_plan(plan: Plan, topology: Topology | None = None) -> Price:
     if links is None:
         raise TopologyError("a plan made without a topology has no price; give one")
     messages = _Messages.of(plan, links)
-    exchange, schedule, rounds = min((messages.exchange_s(kind), kind.value, messages.count(kind)) for kind in Schedule)
+    (exchange, rounds), schedule = min((messages.exchange_s(kind), kind.value) for kind in Schedule)
     memory = messages.memory_s()
     return Price(
         seconds=exchange + memory,
@@ -178,21 +178,26 @@ class _Messages:
         """Rounds of all pairs that ever talk; each step goes through them."""
         return rounds_of(kind, self.sender, self.receiver, self.seconds)
 
-    def _lasting(self, kind: Schedule) -> np.ndarray:
-        """Seconds of every round of every step that has a message."""
+    def exchange_s(self, kind: Schedule) -> tuple[float, int]:
+        """Seconds of all steps, and their rounds. Partners begin when both are free; a step begins when all are."""
+        if not len(self.step):
+            return 0.0, 0
         rounds = self._rounds(kind)
-        slot, at = np.unique(self.step * max(rounds.count, 1) + rounds.number, return_inverse=True)
-        lasting = np.zeros(len(slot))
+        slot = self.step * max(rounds.count, 1) + rounds.number
+        n = self.handled.shape[1]
+        low, high = np.minimum(self.sender, self.receiver), np.maximum(self.sender, self.receiver)
+        pair, at = np.unique((slot * n + low) * n + high, return_inverse=True)
+        lasting = np.zeros(len(pair))
         np.maximum.at(lasting, at.ravel(), self.seconds)
-        return lasting
-
-    def exchange_s(self, kind: Schedule) -> float:
-        """Seconds of all rounds."""
-        return float(self._lasting(kind).sum())
-
-    def count(self, kind: Schedule) -> int:
-        """Rounds of all steps."""
-        return len(self._lasting(kind))
+        slot, (a, b) = pair // (n * n), np.divmod(pair % (n * n), n)
+        borders = np.flatnonzero(np.diff(slot, prepend=-1))
+        free, step, total = np.zeros(n), -1, 0.0
+        for begin, end in zip(borders.tolist(), [*borders[1:].tolist(), len(pair)], strict=True):
+            if slot[begin] // max(rounds.count, 1) != step:
+                step, total, free = slot[begin] // max(rounds.count, 1), total + float(free.max()), np.zeros(n)
+            now = slice(begin, end)
+            free[a[now]] = free[b[now]] = np.maximum(free[a[now]], free[b[now]]) + lasting[now]
+        return total + float(free.max(initial=0)), len(borders)
 
     def memory_s(self) -> float:
         """Seconds to pack, unpack and copy inside devices."""
@@ -238,7 +243,8 @@ def _assumptions(links: Topology, schedule: Schedule) -> tuple[str, ...]:
     matched = "XOR partners" if schedule is Schedule.XOR else "coloured edges"
     return (
         f"links of {links.name}, per device and direction: {speeds}",
-        f"rounds of one partner a device ({matched}); a round lasts as long as its slowest message",
+        f"rounds of one partner a device ({matched}), both directions at once; a device begins a round when its "
+        "partner is free, a stage when all are",
         "messages are coalesced by pair; packing, unpacking and copies inside a device run at memory speed",
         "no other traffic; programs are compiled and connections open",
     )

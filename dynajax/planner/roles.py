@@ -145,23 +145,21 @@ class _Blocks:
 
     def _bounds(self) -> np.ndarray:
         """The most that each group could keep in each node, shape (groups, nodes); −inf where it does not fit."""
-        g, n = len(self.groups), len(self.nodes)
+        shape = len(self.groups), len(self.nodes)
         group, node = self._group[self._at_role], self._node[self._at_device]
-        best = np.full((g, n), np.inf)
-        for item, other, count in ((self._at_role, node, n), (self._at_device, group, g)):
-            top = np.zeros(((int(item.max()) if len(item) else 0) + 1) * count)
-            np.maximum.at(top, item * count + other, self._nbytes)
-            at, there = np.divmod(np.arange(len(top)), count)
-            total = np.zeros((g, n))
-            if item is self._at_role:
-                known = self._group[at] >= 0
-                np.add.at(total, (self._group[at[known]], there[known]), top[known])
-            else:
-                known = self._node[at] >= 0
-                np.add.at(total, (there[known], self._node[at[known]]), top[known])
+        best = np.full(shape, np.inf)
+        for item in (self._at_role, self._at_device):
+            order = np.lexsort((node, group, item))
+            i, g, n = item[order], group[order], node[order]
+            first = np.flatnonzero(np.diff(i, prepend=-1) | np.diff(g, prepend=-1) | np.diff(n, prepend=-1))
+            most = np.maximum.reduceat(self._nbytes[order], first) if len(first) else np.zeros(0)
+            total = np.zeros(shape)
+            np.add.at(total, (g[first], n[first]), most)
             best = np.minimum(best, total)
-        best += [[_HOME * len(np.intersect1d(a, b)) for b in self.nodes] for a in self.groups]
-        best[[[len(a) > len(b) for b in self.nodes] for a in self.groups]] = -np.inf
+        at_home = np.flatnonzero((self._group >= 0) & (self._node >= 0))
+        np.add.at(best, (self._group[at_home], self._node[at_home]), _HOME)
+        roles, devices = (np.array([len(m) for m in members]) for members in (self.groups, self.nodes))
+        best[roles[:, None] > devices] = -np.inf
         return best
 
     def solve(self, group: int, node: int) -> tuple[float, Ints]:

@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from dynajax.meshes import Tier, Topology
 from dynajax.vps import Layout, Region, Space, Tensor, Tiling, algebra, blocks, box, interval, mesh_tiling
 from dynajax.vps.region import concatenate, dense_boxes
 from dynajax.vps.stored import padded, stored_tiling
@@ -132,6 +133,28 @@ def layout_pairs(draw, max_devices=8):
     return layouts[0], shifted(layouts[1], shift)
 
 
+def held(tiling, device):
+    """What a device holds, as a mask."""
+    mask = np.zeros(tiling.shape, bool)
+    region = tiling.region_of(device)
+    for lo, hi in zip(region.lo, region.hi, strict=True):
+        mask[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))] = True
+    return mask
+
+
 def shifted(layout, by):
     """The layout on device numbers that are ``by`` larger."""
     return Layout(layout.space, tuple(replace(t, holder=t.holder + by) for t in layout.tilings))
+
+
+TIERS = tuple(Tier(name, 1e9 / 4**k, 1e-6) for k, name in enumerate(("memory", "node", "rack", "all")))
+
+
+@st.composite
+def topologies(draw, devices=16):
+    """Nodes of any sizes in racks of any sizes, devices in any order."""
+    node = np.array(draw(st.lists(st.integers(0, 4), min_size=devices, max_size=devices)))
+    rack = np.array(draw(st.lists(st.integers(0, 2), min_size=5, max_size=5)))[node]
+    domains = [np.arange(devices), node, rack, np.zeros_like(node)]
+    levels = draw(st.sampled_from([(0, 1, 3), (0, 1, 2, 3), (0, 3)]))
+    return Topology("drawn", tuple(TIERS[k] for k in levels), np.stack([domains[k] for k in levels]))

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from random_layouts import layout_pairs
-from test_topology_plans import topologies
+from random_layouts import layout_pairs, topologies
 
 from dynajax.errors import BudgetError
 from dynajax.planner import Memory, build_plan, verify

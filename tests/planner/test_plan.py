@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from random_layouts import layout_pairs, shapes, tilings
+from random_layouts import held, layout_pairs, shapes, tilings
 
 from dynajax.errors import BudgetError, CheckError, LayoutError
 from dynajax.planner import build_plan, verify
@@ -19,15 +19,6 @@ from dynajax.vps.buffer import pack
 P = PartitionSpec
 AMPLE = 2**60
 proof = settings(derandomize=True, deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
-
-
-def held(tiling, device):
-    """What a device holds, as a mask."""
-    mask = np.zeros(tiling.shape, bool)
-    region = tiling.region_of(device)
-    for lo, hi in zip(region.lo, region.hi, strict=True):
-        mask[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))] = True
-    return mask
 
 
 def size(tiling, device):

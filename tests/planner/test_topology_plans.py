@@ -7,36 +7,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from random_layouts import layout_pairs
+from random_layouts import TIERS, held, layout_pairs, topologies
 from scipy.optimize import linprog
 
 from dynajax.errors import TopologyError
-from dynajax.meshes import Tier, Topology
+from dynajax.meshes import Topology
 from dynajax.planner import build_plan, verify
 from dynajax.vps import Layout, Space, Tensor, Tiling, interval, mesh_tiling
 
 P = PartitionSpec
 AMPLE = 2**60
 proof = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-TIERS = tuple(Tier(name, 1e9 / 4**k, 1e-6) for k, name in enumerate(("memory", "node", "rack", "all")))
-
-
-@st.composite
-def topologies(draw, devices=16):
-    """Nodes of any sizes in racks of any sizes, devices in any order."""
-    node = np.array(draw(st.lists(st.integers(0, 4), min_size=devices, max_size=devices)))
-    rack = np.array(draw(st.lists(st.integers(0, 2), min_size=5, max_size=5)))[node]
-    domains = [np.arange(devices), node, rack, np.zeros_like(node)]
-    levels = draw(st.sampled_from([(0, 1, 3), (0, 1, 2, 3), (0, 3)]))
-    return Topology("drawn", tuple(TIERS[k] for k in levels), np.stack([domains[k] for k in levels]))
-
-
-def held(tiling, device):
-    mask = np.zeros(tiling.shape, bool)
-    region = tiling.region_of(device)
-    for lo, hi in zip(region.lo, region.hi, strict=True):
-        mask[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))] = True
-    return mask
 
 
 def brute_force_inter_node(source, target, node):
