@@ -14,7 +14,7 @@ from typing import Any
 
 import tyro
 
-from dynajax.cli import balance, train
+from dynajax.cli import balance, plan, train
 from dynajax.errors import DynajaxError
 
 _MARKERS = (tyro.conf.FlagCreatePairsOff,)
@@ -40,6 +40,7 @@ class Command:
 
 COMMANDS = (
     Command("train", train.TrainOptions, train.run, train.defaults),
+    Command("plan", plan.PlanOptions, plan.run),
     Command("balance", balance.BalanceOptions, balance.run),
 )
 
