@@ -45,7 +45,7 @@ from dynajax.runtime.ambient import ambient_sharding, constrained
 from dynajax.runtime.attention import BLOCK, ring_attention
 from dynajax.runtime.experts import exchange_experts
 from dynajax.runtime.order import TokenOrder
-from dynajax.runtime.pipeline import pipeline_blocks
+from dynajax.runtime.pipeline import Layer, pipeline_blocks
 from dynajax.runtime.propagation import Propagation
 from dynajax.runtime.rules import BATCH_AXES, activation_rules, expert_axes
 from dynajax.runtime.storage import CutLayers, Storage
@@ -127,7 +127,7 @@ class _Step:
             (x, (batch.segment_ids, batch.positions), (batch.targets, batch.weights))
         )
         x, stats = pipeline_blocks(
-            self.layer, config.layers, params["blocks"], x, rows, self.mesh, chunks=run.chunks, remat=run.remat
+            self.thrifty_layer, config.layers, params["blocks"], x, rows, self.mesh, chunks=run.chunks, remat=run.remat
         )
         layers = CutLayers("pp", run.chunks).store(config.layers, self.mesh.shape)
         return *self.head_loss(tables, x, *answers), jax.tree.map(lambda s: layers.to_logical(s, 0), stats)
@@ -140,6 +140,16 @@ class _Step:
             return constrained(jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0), self.mesh, cut)
 
         return jax.tree.map(split, tree)
+
+    @property
+    def thrifty_layer(self) -> Layer:
+        """``layer``, that with fsdp keeps no parameter whole: the backward pass gathers it again.
+
+        Of what is computed it keeps the products with parameters, and computes the cheap rest again.
+        """
+        if self.mesh.shape["fsdp"] == 1 or self.propagation.remat:
+            return self.layer
+        return jax.checkpoint(self.layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 
     def layer(self, params: Params, x: jax.Array, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
         """One block on one micro-batch, with its parameters as they are stored."""

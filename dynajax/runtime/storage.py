@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 
 from dynajax.errors import LayoutError
 from dynajax.runtime.timetable import layer_order
+
+A = TypeVar("A", np.ndarray, jax.Array)
 
 
 class Piece(NamedTuple):
@@ -73,19 +75,26 @@ class DimStorage:
         """True if the stored dim is the dim."""
         return self.pieces == (Piece(0, 0, self.stored),)
 
-    def to_storage(self, x: jax.Array, dim: int) -> jax.Array:
-        """Store dim number ``dim`` of ``x``, with zeros in padding."""
+    def to_storage(self, x: A, dim: int) -> A:
+        """Store dim number ``dim`` of ``x``, with zeros in padding; a numpy array stays one."""
+        if self.is_identity:
+            return x
+        xp: Any = np if isinstance(x, np.ndarray) else jnp
+        pads = [(0, self.stored - self.logical if d == dim else 0) for d in range(x.ndim)]
         if self.pieces == (Piece(0, 0, self.logical),):
-            return jnp.pad(x, [(0, self.stored - self.logical if d == dim else 0) for d in range(x.ndim)])
-        beyond = np.where(self.index < 0, self.logical, self.index)  # a negative index would count from the end
-        return jnp.take(x, beyond, axis=dim, mode="fill", fill_value=0)
+            return xp.pad(x, pads)
+        zero = [(0, int(d == dim)) for d in range(x.ndim)]
+        return xp.take(xp.pad(x, zero), np.where(self.index < 0, self.logical, self.index), axis=dim)
 
-    def to_logical(self, x: jax.Array, dim: int) -> jax.Array:
+    def to_logical(self, x: A, dim: int) -> A:
         """Undo ``to_storage``."""
+        if self.is_identity:
+            return x
         if self.pieces == (Piece(0, 0, self.logical),):
-            return jax.lax.slice_in_dim(x, 0, self.logical, axis=dim)
-        last = np.where(self.index < 0, self.logical, self.index)
-        return jnp.take(x, np.argsort(last, kind="stable")[: self.logical], axis=dim)
+            return x[(slice(None),) * dim + (slice(self.logical),)]
+        xp: Any = np if isinstance(x, np.ndarray) else jnp
+        places = np.argsort(np.where(self.index < 0, self.logical, self.index), kind="stable")
+        return xp.take(x, places[: self.logical], axis=dim)
 
 
 class DimRule(Protocol):
@@ -178,14 +187,14 @@ class Storage:
         """For each dim the logical index at each place, −1 for padding."""
         return tuple(d.index for d in self.dims)
 
-    def to_storage(self, x: jax.Array) -> jax.Array:
-        """The stored form of a whole tensor, zeros in padding; inside jit and out."""
+    def to_storage(self, x: A) -> A:
+        """The stored form of a whole tensor, zeros in padding; of a numpy array, or a jax array inside jit and out."""
         self._require(x.shape, self.logical_shape)
         for number, dim in enumerate(self.dims):
             x = dim.to_storage(x, number)
         return x
 
-    def to_logical(self, x: jax.Array) -> jax.Array:
+    def to_logical(self, x: A) -> A:
         """The tensor of its stored form."""
         self._require(x.shape, self.shape)
         for number, dim in enumerate(self.dims):
