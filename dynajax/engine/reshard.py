@@ -46,7 +46,7 @@ def plan_reshard(
         BudgetError: the budget cannot hold the smallest stage; names the leaf and the smallest budget that does.
     """
     leaves, _, _ = read_tree(tree, shardings, stored)
-    return _plan(leaves, _places(leaves), parse_bytes(budget), donate)
+    return _plan(_without_repeats(leaves)[0], _places(leaves), parse_bytes(budget), donate)
 
 
 def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None) -> None:
@@ -60,8 +60,7 @@ def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None
         TargetError: the plan is for another state or other targets.
     """
     leaves, _, _ = read_tree(tree, shardings, stored)
-    unique, _ = _without_repeats(leaves)
-    places = _places(leaves)
+    unique, places = _without_repeats(leaves)[0], _places(leaves)
     _checked(plan, unique, places)
     transport = _transport(places, Stopwatch())
     try:

@@ -133,7 +133,8 @@ def test_one_array_at_two_places_becomes_two() -> None:
         moved, _ = dj.reshard(tied, NamedSharding(mesh(target), P("tp")), donate=False)
         stepped = jax.block_until_ready(step(moved))
         assert all(np.array_equal(a, np.arange(32.0).reshape(8, 4) + 1) for a in stepped.values())
-    moved, _ = dj.reshard(tied, NamedSharding(mesh("tp8"), P("tp")), donate=True)
+    planned = dj.plan_reshard(tied, NamedSharding(mesh("tp8"), P("tp")), donate=True)
+    moved, _ = dj.reshard(tied, NamedSharding(mesh("tp8"), P("tp")), plan=planned)
     assert all(np.array_equal(a, np.arange(32.0).reshape(8, 4)) for a in moved.values())
     jax.block_until_ready(step(moved))
 
