@@ -9,12 +9,13 @@ import numpy as np
 from dynajax.errors import LayoutError
 from dynajax.meshes import Topology
 from dynajax.planner.diff import diff, unchanged_devices
-from dynajax.planner.memory import Buffers, Memory, plan_stages
+from dynajax.planner.memory import Buffers, Memory, Shards, plan_stages
 from dynajax.planner.packed import pack_stages
 from dynajax.planner.plan import Move, Plan, distinct_routes
 from dynajax.planner.sources import Geometry, choose_sources
+from dynajax.vps.region import Ints
 from dynajax.vps.space import Tensor
-from dynajax.vps.tiling import Layout, Tiling, sums
+from dynajax.vps.tiling import Arrays, Layout, Tiling, sums
 
 
 def build_plan(
@@ -46,19 +47,24 @@ def build_plan(
     members = _by_geometry(source, target)
     sizes = [t.itemsize for t in source.space]
     geometries = [
-        Geometry(diff(before, after, disjoint=cut), unchanged_devices(before, after), [sizes[k] for k in rows])
-        for (before, after), rows in members
+        Geometry(
+            diff(before, after, disjoint=cut),
+            unchanged_devices(before, after) if alone else np.empty(0, np.int64),
+            [sizes[k] for k in rows],
+        )
+        for before, after, alone, rows in members
     ]
     moves: list[Move | None] = [None] * len(sizes)
-    for (_, rows), routes in zip(members, choose_sources(geometries, devices, topology), strict=True):
+    for (*_, rows), routes in zip(members, choose_sources(geometries, devices, topology), strict=True):
         for k, route in zip(rows, routes, strict=True):
             moves[k] = Move(source.space.tensors[k], route)
     made = tuple(m for m in moves if m is not None)
     if memory is Memory.PACKED:
         return _packed(made, devices, budget, donate, topology)
-    buffers = _buffers(made, devices)
+    buffers = _buffers(made, source.arrays, target.arrays, devices)
     stages = plan_stages(buffers, budget, donate, [t.path for t in source.space])
-    return Plan(made, stages, budget, donate, buffers.footprint(stages, donate), memory, topology)
+    footprint = buffers.footprint(stages, donate)
+    return Plan(made, stages, budget, donate, footprint, memory, topology, source.arrays, target.arrays)
 
 
 def _require_one_space(source: Layout, target: Layout) -> None:
@@ -88,29 +94,43 @@ def _packed(moves: tuple[Move, ...], devices: int, budget: int, donate: bool, to
     return Plan(moves, tuple(tuple(sorted(s)) for s in stages), budget, donate, footprint, Memory.PACKED, topology)
 
 
-def _by_geometry(source: Layout, target: Layout) -> list[tuple[tuple[Tiling, Tiling], list[int]]]:
-    """Distinct pairs of tilings, each with the tensors that have it."""
-    found: dict[tuple[bytes, bytes], tuple[tuple[Tiling, Tiling], list[int]]] = {}
-    for k, pair in enumerate(zip(source.tilings, target.tilings, strict=True)):
-        found.setdefault((pair[0].key, pair[1].key), (pair, []))[1].append(k)
+def _by_geometry(source: Layout, target: Layout) -> list[tuple[Tiling, Tiling, bool, list[int]]]:
+    """Distinct pairs of tilings, whether their tensors have arrays of their own (buffers that may stay), and which."""
+    shared = frozenset[int]().union(*(x.arrays.shared for x in (source, target) if x.arrays is not None))
+    found: dict[tuple[bytes, bytes, bool], tuple[Tiling, Tiling, bool, list[int]]] = {}
+    for k, (before, after) in enumerate(zip(source.tilings, target.tilings, strict=True)):
+        alone = k not in shared
+        found.setdefault((before.key, after.key, alone), (before, after, alone, []))[-1].append(k)
     return list(found.values())
 
 
-def _buffers(moves: tuple[Move, ...], devices: int) -> Buffers:
-    """Bytes of every tensor on every device, counted once for each geometry."""
+def _buffers(moves: tuple[Move, ...], source: Arrays | None, target: Arrays | None, devices: int) -> Buffers:
+    """Bytes of every array on every device, counted once for each geometry."""
     counts: dict[int, tuple[np.ndarray, ...]] = {}
     rows: list[tuple[np.ndarray, ...]] = []
     for move in moves:
         key = id(move.route)
         if key not in counts:
-            source, target = move.source.elements(devices), move.target.elements(devices)
-            kept = np.zeros_like(target)
-            kept[move.kept] = target[move.kept]
-            counts[key] = source, target, kept
+            before, after = move.source.elements(devices), move.target.elements(devices)
+            kept = np.zeros_like(after)
+            kept[move.kept] = after[move.kept]
+            counts[key] = before, after, kept
         rows.append(counts[key])
     size = np.asarray([m.tensor.itemsize for m in moves], np.int64)[:, None]
-    stacked = [np.asarray([r[k] for r in rows], np.int64).reshape(len(rows), devices) * size for k in range(3)]
-    return Buffers(*stacked)
+    before, after, kept = (
+        np.asarray([r[k] for r in rows], np.int64).reshape(len(rows), devices) * size for k in range(3)
+    )
+    return Buffers(_shards(before, kept, source), _shards(after, kept, target), len(moves))
+
+
+def _shards(nbytes: Ints, kept: Ints, arrays: Arrays | None) -> Shards:
+    if arrays is None:
+        return Shards(nbytes, kept)
+    held = np.zeros((len(arrays.tensors), nbytes.shape[1]), np.int64)
+    held[:, : arrays.nbytes.shape[1]] = arrays.nbytes
+    # A buffer stays only where a tensor has an array of its own, before and after.
+    stay = [kept[rows[0]] if len(rows) == 1 else np.zeros_like(kept[0]) for rows in arrays.tensors]
+    return Shards(held, np.stack(stay), arrays.tensors)
 
 
 @dataclass(frozen=True)
@@ -124,6 +144,7 @@ class _Asked:
     donate: bool
     topology: bytes
     memory: Memory
+    arrays: tuple[bytes, ...]
 
 
 class Plans:
@@ -154,7 +175,8 @@ class Plans:
         _require_one_space(source, target)
         before, after = (tuple(t.key for t in layout.tilings) for layout in (source, target))
         links = b"" if topology is None else topology.key
-        asked = _Asked(source.space.tensors, before, after, budget, donate, links, memory)
+        arrays = tuple(b"" if x.arrays is None else x.arrays.key for x in (source, target))
+        asked = _Asked(source.space.tensors, before, after, budget, donate, links, memory, arrays)
         plan = self._plans.pop(asked, None)
         if plan is None:
             plan = build_plan(source, target, budget, donate, topology=topology, memory=memory)

@@ -48,39 +48,87 @@ class Footprint:
 
 
 @dataclass(frozen=True, eq=False)
-class Buffers:
-    """Bytes of every tensor on every device, each of shape (tensors, devices).
+class Shards:
+    """Shards of the arrays of one layout.
 
     Attributes:
-        source, target: bytes of the layouts.
-        kept: bytes whose buffer serves both.
+        nbytes: bytes of each on each device, shape (arrays, devices).
+        kept: bytes of those whose buffer serves before and after, same shape.
+        tensors: what each array stores parts of; None if array k stores tensor k and nothing else.
     """
 
-    source: Ints
-    target: Ints
+    nbytes: Ints
     kept: Ints
+    tensors: tuple[tuple[int, ...], ...] | None = None
 
     @cached_property
-    def allocated(self) -> Ints:
-        """Bytes that each tensor allocates."""
-        return self.target - self.kept
+    def changed(self) -> Ints:
+        """Bytes that are allocated or freed."""
+        return self.nbytes - self.kept
+
+    def in_order(self, order: Ints, last: bool) -> Ints:
+        """Bytes that come or go with each tensor of an order: with the first, or the last, that an array stores."""
+        if self.tensors is None:
+            return self.changed[order]
+        place = np.argsort(order)
+        turn = [place[list(rows)].max() if last else place[list(rows)].min() for rows in self.tensors]
+        out = np.zeros((len(order), self.nbytes.shape[1]), np.int64)
+        np.add.at(out, np.asarray(turn, np.int64), self.changed)
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Buffers:
+    """Shards of all arrays before and after. An array is made for its first tensor and freed after its last.
+
+    Attributes:
+        source, target: of the layouts; their tensors are the same.
+        count: tensors.
+    """
+
+    source: Shards
+    target: Shards
+    count: int
+
+    def allocated(self, order: Ints) -> Ints:
+        """Bytes that each tensor of an order allocates, shape (tensors, devices)."""
+        return self.target.in_order(order, last=False)
+
+    def freed(self, order: Ints) -> Ints:
+        """Bytes that each tensor of an order frees, shape (tensors, devices)."""
+        return self.source.in_order(order, last=True)
 
     @cached_property
-    def freed(self) -> Ints:
-        """Bytes that each tensor frees."""
-        return self.source - self.kept
+    def groups(self) -> tuple[tuple[int, ...], ...] | None:
+        """Tensors that arrays tie together, group by group; None if each stands alone."""
+        if self.source.tensors is None and self.target.tensors is None:
+            return None
+        label = list(range(self.count))
+        members = {k: [k] for k in label}
+        for rows in (*(self.source.tensors or ()), *(self.target.tensors or ())):
+            for row in rows[1:]:
+                keep, gone = label[rows[0]], label[row]
+                if keep != gone:
+                    for k in members[gone]:
+                        label[k] = keep
+                    members[keep] += members.pop(gone)
+        return tuple(tuple(rows) for rows in members.values())
 
     def footprint(self, stages: Sequence[Sequence[int]], donate: bool) -> Footprint:
         """Bytes over the stages; without donation nothing is freed."""
-        live = self.source.sum(axis=0)
+        source, target = self.source.nbytes.sum(axis=0), self.target.nbytes.sum(axis=0)
+        order = np.asarray([k for stage in stages for k in stage], np.int64)
+        allocated, freed = self.allocated(order), self.freed(order)
+        live, start = source, 0
         peak = live.copy()
         for stage in stages:
-            rows = list(stage)
-            live = live + self.allocated[rows].sum(axis=0)
+            rows = slice(start, start + len(stage))
+            live = live + allocated[rows].sum(axis=0)
             peak = np.maximum(peak, live)
             if donate:
-                live = live - self.freed[rows].sum(axis=0)
-        return Footprint(self.source.sum(axis=0), self.target.sum(axis=0), peak)
+                live = live - freed[rows].sum(axis=0)
+            start += len(stage)
+        return Footprint(source, target, peak)
 
 
 def plan_stages(buffers: Buffers, budget: int, donate: bool, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -99,7 +147,7 @@ def plan_stages(buffers: Buffers, budget: int, donate: bool, names: Sequence[str
         return ()
     if not donate:
         return (tuple(range(len(names))),)
-    base = np.maximum(buffers.source.sum(axis=0), buffers.target.sum(axis=0))
+    base = np.maximum(buffers.source.nbytes.sum(axis=0), buffers.target.nbytes.sum(axis=0))
     best: tuple[int, int] | None = None
     for order in _orders(buffers):
         needed, worst = _needed(buffers, order, base)
@@ -115,18 +163,44 @@ def plan_stages(buffers: Buffers, budget: int, donate: bool, names: Sequence[str
 
 def _orders(buffers: Buffers) -> Iterator[Ints]:
     """Orders worth trying, the cheap one first: by bytes freed on the whole, then step by step on the worst device."""
-    net = buffers.allocated - buffers.freed
-    yield np.lexsort((np.arange(len(net)), buffers.allocated.max(axis=1), net.sum(axis=1)))
-    yield _greedy(buffers)
+    alone = np.arange(buffers.count)
+    allocated, freed = buffers.allocated(alone), buffers.freed(alone)
+    groups = buffers.groups
+    if groups is not None:
+        allocated, freed = (np.stack([x[list(rows)].sum(axis=0) for rows in groups]) for x in (allocated, freed))
+    base = buffers.source.nbytes.sum(axis=0) - buffers.target.nbytes.sum(axis=0)
+    net = allocated - freed
+    cheap = np.lexsort((np.arange(len(net)), allocated.max(axis=1), net.sum(axis=1)))
+    for order in (lambda: cheap, lambda: _greedy(allocated, freed, np.minimum(base, 0))):
+        if groups is None:
+            yield order()
+            continue
+        for inside in _inside(buffers):
+            yield np.asarray([k for g in order() for k in sorted(groups[g], key=inside.__getitem__)], np.int64)
 
 
-def _greedy(buffers: Buffers) -> Ints:
-    """Always next the tensor that takes the worst device least above its base; equal tensors share a try."""
-    both = np.concatenate([buffers.allocated, buffers.freed], axis=1)
-    kinds, kind = np.unique(both, axis=0, return_inverse=True)
+def _inside(buffers: Buffers) -> Iterator[list[tuple[int, int, int]]]:
+    """Keys that sort the tensors of a group along the source arrays, and along the target arrays."""
+    spans = []
+    for shards in (buffers.source, buffers.target):
+        span = [(shards.nbytes.shape[0], -1)] * buffers.count
+        for array, rows in enumerate(shards.tensors or [(k,) for k in range(buffers.count)]):
+            for row in rows:
+                span[row] = (min(span[row][0], array), max(span[row][1], array))
+        spans.append([(last, first, row) for row, (first, last) in enumerate(span)])
+    yield from spans
+
+
+def _greedy(allocated: Ints, freed: Ints, live: Ints) -> Ints:
+    """Always next what takes the worst device least above its base; equal ones share a try.
+
+    Args:
+        allocated, freed: bytes of each on each device.
+        live: bytes that each device holds at the start, counted from its base.
+    """
+    kinds, kind = np.unique(np.concatenate([allocated, freed], axis=1), axis=0, return_inverse=True)
     allocated, freed = np.split(kinds, 2, axis=1)
     members = [np.flatnonzero(kind.ravel() == k)[::-1].tolist() for k in range(len(kinds))]
-    live = buffers.source.sum(axis=0) - np.maximum(buffers.source.sum(axis=0), buffers.target.sum(axis=0))
     left = np.arange(len(kinds))
     order: list[int] = []
     while len(left):
@@ -142,16 +216,17 @@ def _greedy(buffers: Buffers) -> Ints:
 
 def _needed(buffers: Buffers, order: Ints, base: Ints) -> tuple[int, int]:
     """The budget that stages of one tensor each need in this order, and the tensor that needs it."""
-    net = buffers.allocated[order] - buffers.freed[order]
-    before = np.cumsum(net, axis=0) - net + buffers.source.sum(axis=0) - base
-    extra = (before + buffers.allocated[order]).max(axis=1)
+    allocated = buffers.allocated(order)
+    net = allocated - buffers.freed(order)
+    before = np.cumsum(net, axis=0) - net + buffers.source.nbytes.sum(axis=0) - base
+    extra = (before + allocated).max(axis=1)
     return max(int(extra.max()), 0), int(order[int(extra.argmax())])
 
 
 def _grouped(buffers: Buffers, order: Ints, limit: Ints) -> tuple[tuple[int, ...], ...]:
     """Neighbours in the order share a stage while every device stays below its limit."""
-    allocated, freed = np.cumsum(buffers.allocated[order], axis=0), np.cumsum(buffers.freed[order], axis=0)
-    live = buffers.source.sum(axis=0)
+    allocated, freed = np.cumsum(buffers.allocated(order), axis=0), np.cumsum(buffers.freed(order), axis=0)
+    live = buffers.source.nbytes.sum(axis=0)
     stages: list[tuple[int, ...]] = []
     start = 0
     while start < len(order):

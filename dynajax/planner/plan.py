@@ -20,7 +20,7 @@ from dynajax.planner.rounds import Rounds, coloured_rounds
 from dynajax.planner.route import Copies, Route, missing
 from dynajax.vps.region import Ints
 from dynajax.vps.space import Tensor
-from dynajax.vps.tiling import Tiling, sums
+from dynajax.vps.tiling import Arrays, Tiling, sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +82,7 @@ class Plan:
         footprint: bytes of each device over the stages.
         memory: what can be freed, and when.
         topology: the links that the routes were chosen for, None if all devices are alike.
+        source_arrays, target_arrays: what the tensors lie in before and after; None if each has an array of its own.
     """
 
     moves: tuple[Move, ...]
@@ -91,6 +92,8 @@ class Plan:
     footprint: Footprint
     memory: Memory = Memory.SHARDS
     topology: Topology | None = None
+    source_arrays: Arrays | None = None
+    target_arrays: Arrays | None = None
 
     @cached_property
     def num_devices(self) -> int:

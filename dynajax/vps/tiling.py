@@ -7,6 +7,7 @@ is the business of whoever made the layout.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,11 +97,42 @@ class Tiling:
 
 
 @dataclass(frozen=True, eq=False)
+class Arrays:
+    """The arrays of a layout, where an array stores parts of several tensors or a tensor lies in several arrays.
+
+    Attributes:
+        tensors: rows of the space that each array stores parts of.
+        nbytes: bytes of each array's shard on each device, shape (arrays, devices).
+    """
+
+    tensors: tuple[tuple[int, ...], ...]
+    nbytes: Ints
+
+    @cached_property
+    def shared(self) -> frozenset[int]:
+        """Tensors that are not alone in an array of their own."""
+        times = Counter(row for rows in self.tensors for row in rows)
+        return frozenset(row for rows in self.tensors for row in rows if len(rows) > 1 or times[row] > 1)
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for arrays that are alike."""
+        return hashlib.sha256(repr((self.tensors, self.nbytes.shape)).encode() + self.nbytes.tobytes()).digest()
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """A tiling for every tensor of a space, in the space's order."""
+    """A tiling for every tensor of a space, in the space's order.
+
+    Attributes:
+        space: the tensors.
+        tilings: who holds what of each.
+        arrays: the arrays that they lie in; None if each has one of its own.
+    """
 
     space: Space
     tilings: tuple[Tiling, ...]
+    arrays: Arrays | None = None
 
     def __post_init__(self) -> None:
         if len(self.space) != len(self.tilings):
@@ -112,12 +144,16 @@ class Layout:
     @cached_property
     def num_devices(self) -> int:
         """One more than the largest device number in use."""
-        return 1 + max((int(t.devices[-1]) for t in self.tilings if len(t.devices)), default=-1)
+        held = 1 + max((int(t.devices[-1]) for t in self.tilings if len(t.devices)), default=-1)
+        return held if self.arrays is None else max(held, self.arrays.nbytes.shape[1])
 
     def bytes_by_device(self, devices: int | None = None) -> Ints:
         """Bytes that each device holds, shape (devices,)."""
         devices = self.num_devices if devices is None else devices
         total = np.zeros(devices, np.int64)
+        if self.arrays is not None:
+            total[: self.arrays.nbytes.shape[1]] = self.arrays.nbytes.sum(axis=0)
+            return total
         for tensor, tiling in zip(self.space, self.tilings, strict=True):
             total += tiling.elements(devices) * tensor.itemsize
         return total

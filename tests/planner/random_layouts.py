@@ -8,7 +8,24 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from dynajax.meshes import Tier, Topology
-from dynajax.vps import Layout, Region, Space, Tensor, Tiling, algebra, blocks, box, interval, mesh_tiling
+from dynajax.vps import (
+    Arrays,
+    Block,
+    Layout,
+    Region,
+    Space,
+    Tensor,
+    Tiling,
+    algebra,
+    blocks,
+    box,
+    bucket_parts,
+    interval,
+    layer_part,
+    mesh_tiling,
+    slice_part,
+)
+from dynajax.vps.parts import joined, parts_tiling
 from dynajax.vps.region import concatenate, dense_boxes
 from dynajax.vps.stored import padded, stored_tiling
 
@@ -158,3 +175,81 @@ def topologies(draw, devices=16):
     domains = [np.arange(devices), node, rack, np.zeros_like(node)]
     levels = draw(st.sampled_from([(0, 1, 3), (0, 1, 2, 3), (0, 3)]))
     return Topology("drawn", tuple(TIERS[k] for k in levels), np.stack([domains[k] for k in levels]))
+
+
+@st.composite
+def array_layouts(draw, space, pool):
+    """A layout whose arrays store parts of tensors: buckets, slices of stacks, fused rows, copies on two meshes."""
+    arrays: list[tuple[Tiling, list]] = []
+    for size in {t.itemsize for t in space}:
+        alike = [t for t in space if t.itemsize == size]
+        bucketed = draw(st.lists(st.sampled_from(alike), unique=True)) if draw(st.integers(0, 3)) else alike
+        arrays += draw(buckets(bucketed, pool))
+        for tensor in (t for t in alike if t not in bucketed):
+            arrays += draw(st.one_of(slices(tensor, pool), copies(tensor, pool)))
+    tilings, lies_in = [], [[] for _ in arrays]
+    for row, tensor in enumerate(space):
+        mine = [(k, [p for p in parts if p.tensor == tensor.path]) for k, (_, parts) in enumerate(arrays)]
+        mine = [(k, parts) for k, parts in mine if parts]
+        found = [parts_tiling(arrays[k][0], tensor.shape, parts) for k, parts in mine]
+        tilings.append(joined(found, spare_copies=True) if found else draw(mesh_tilings(tensor.shape, pool)))
+        for k, _ in mine:
+            lies_in[k].append(row)
+        if not found:
+            arrays.append((tilings[-1], []))
+            lies_in.append([row])
+    used = [k for k, rows in enumerate(lies_in) if rows]
+    nbytes = np.stack([arrays[k][0].elements(pool) * space.tensors[lies_in[k][0]].itemsize for k in used])
+    return Layout(space, tuple(tilings), Arrays(tuple(tuple(lies_in[k]) for k in used), nbytes))
+
+
+@st.composite
+def buckets(draw, tensors, pool):
+    """Tensors end to end in any order, cut into padded flat arrays, each on a mesh of its own."""
+    shapes = {t.path: t.shape for t in draw(st.permutations(tensors))}
+    left = sum(int(np.prod(s, dtype=np.int64)) for s in shapes.values())
+    sizes = []
+    while left > 0:
+        sizes.append(draw(st.integers(1, left + 3)))
+        left -= sizes[-1]
+    parts = bucket_parts(shapes, sizes)
+    return [(draw(mesh_tilings((n,), pool)), list(p)) for n, p in zip(sizes, parts, strict=True)]
+
+
+@st.composite
+def slices(draw, tensor, pool):
+    """Runs of rows, or single rows without their dim, in arrays of their own."""
+    if not tensor.shape or 0 in tensor.shape:
+        return []
+    if draw(st.booleans()):
+        rows = [layer_part(tensor.path, tensor.shape, k) for k in range(tensor.shape[0])]
+        return [(draw(mesh_tilings(tensor.shape[1:], pool)), [p]) for p in rows]
+    cuts = sorted({0, tensor.shape[0], *draw(st.lists(st.integers(0, tensor.shape[0]), max_size=3))})
+    return [
+        (draw(mesh_tilings((b - a, *tensor.shape[1:]), pool)), [slice_part(tensor.path, tensor.shape, a, b)])
+        for a, b in itertools.pairwise(cuts)
+    ]
+
+
+@st.composite
+def copies(draw, tensor, pool):
+    """The whole tensor in each of up to three arrays, on meshes that may share devices."""
+    if 0 in tensor.shape:
+        return []
+    part = Block.whole(tensor.path, tensor.shape)
+    return [(draw(mesh_tilings(tensor.shape, pool)), [part]) for _ in range(draw(st.integers(1, 3)))]
+
+
+@st.composite
+def array_layout_pairs(draw, max_devices=8):
+    """Two layouts of one space, at least one of them with shared arrays."""
+    sizes = draw(st.lists(st.sampled_from([2, 4]), min_size=1, max_size=5))
+    space = Space(tuple(Tensor(f"t{k}", draw(shapes), f"bits{8 * n}", n) for k, n in enumerate(sizes)))
+    pools = [draw(st.integers(1, max_devices)) for _ in range(2)]
+    plain = draw(st.sampled_from([None, None, 0, 1]))
+    return tuple(
+        Layout(space, tuple(draw(tilings(t.shape, pool)) for t in space))
+        if side == plain
+        else draw(array_layouts(space, pool))
+        for side, pool in enumerate(pools)
+    )
