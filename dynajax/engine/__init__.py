@@ -4,4 +4,5 @@ from dynajax.engine.report import Report as Report
 from dynajax.engine.reshard import plan_reshard as plan_reshard
 from dynajax.engine.reshard import prepare_reshard as prepare_reshard
 from dynajax.engine.reshard import reshard as reshard
+from dynajax.engine.tree import Bundle as Bundle
 from dynajax.engine.tree import Stored as Stored

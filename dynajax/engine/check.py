@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
-from dynajax.engine import _jax_private as private
-from dynajax.engine.places import Places
-from dynajax.engine.tree import Leaf
+from dynajax.engine.places import Places, shards_of
+from dynajax.engine.shared_memory import Words, bytes_of, word_of
+from dynajax.engine.tree import Leaf, located
 from dynajax.errors import CheckError
 from dynajax.planner import Plan
 from dynajax.vps import algebra
+from dynajax.vps.buffer import view
 
 
 def check_replicas(plan: Plan, leaves: Sequence[Leaf], places: Places) -> None:
@@ -22,20 +22,19 @@ def check_replicas(plan: Plan, leaves: Sequence[Leaf], places: Places) -> None:
         CheckError: naming the leaf and the devices that differ.
     """
     for move, leaf in zip(plan.moves, leaves, strict=True):
-        number = places.numbers(leaf.array.sharding)
-        shards = {number[s.device]: s for s in private.physical(leaf.array).addressable_shards}
-        region = move.source.region
+        region, word = move.source.region, word_of(move.tensor.itemsize)
+        held = [shards_of(source.array, places) for source in leaf.sources]
+        array, offset = located(leaf.sources, region.offset)
         _, _, box = algebra.unique_boxes(region.lo, region.hi)
-        first: dict[int, int] = {}
+        first: dict[int, tuple[int, Words]] = {}
         for row, k in enumerate(box.tolist()):
-            holder = int(move.source.holder[row])
-            known = first.setdefault(k, holder)
-            if known != holder and not _same_bytes(shards[known].data, shards[holder].data):
+            holder, extent = int(move.source.holder[row]), (region.hi[row] - region.lo[row]).tolist()
+            buffer = bytes_of(held[int(array[row])][holder]).view(word)
+            mine = view(buffer, int(offset[row]), region.stride[row].tolist(), extent)
+            known, theirs = first.setdefault(k, (holder, mine))
+            if not np.array_equal(mine, theirs):
                 raise CheckError(
-                    f"{move.tensor.path}: replicas differ between {shards[known].device} and {shards[holder].device}; "
-                    "make them equal first, or move with check=False, which takes the first holder's values"
+                    f"{move.tensor.path}: replicas differ between {places.places[known][0]} and "
+                    f"{places.places[holder][0]}; make them equal first, or move with check=False, which takes the "
+                    "first holder's values"
                 )
-
-
-def _same_bytes(a: jax.Array, b: jax.Array) -> bool:
-    return np.asarray(a).tobytes() == np.asarray(b).tobytes()

@@ -15,9 +15,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from dynajax.engine.tree import Leaf, Stored
+from dynajax.engine import _jax_private as private
+from dynajax.engine.tree import Bundle, Held, Leaf, Stored
 from dynajax.errors import LayoutError, TargetError
-from dynajax.vps import Layout, Space, Tiling, named_tiling, stored_tiling
+from dynajax.vps import Arrays, Layout, Space, Tensor, Tiling, named_tiling, stored_tiling
+from dynajax.vps.parts import joined, parts_tiling
 
 Place = tuple[jax.Device, str | None]
 
@@ -50,6 +52,12 @@ def memory_kind(sharding: Sharding) -> str | None:
     return sharding.memory_kind or next(iter(sharding.device_set)).default_memory().kind
 
 
+def shards_of(array: jax.Array, places: Places) -> dict[int, jax.Array]:
+    """The physical shard of an array at each place."""
+    number = places.numbers(array.sharding)
+    return {number[s.device]: s.data for s in private.physical(array).addressable_shards}
+
+
 @functools.lru_cache(maxsize=4096)
 def array_tiling(sharding: Sharding, shape: tuple[int, ...], places: Places) -> Tiling:
     """Who holds what of a jax array.
@@ -78,20 +86,47 @@ def array_tiling(sharding: Sharding, shape: tuple[int, ...], places: Places) -> 
 def layouts(leaves: list[Leaf], places: Places) -> tuple[Layout, Layout]:
     """Source and target layout of the leaves."""
     space = Space(tuple(leaf.tensor for leaf in leaves))
-    return (
-        Layout(space, tuple(_tiling(leaf, leaf.source, places) for leaf in leaves)),
-        Layout(space, tuple(_tiling(leaf, leaf.target, places) for leaf in leaves)),
-    )
+    before, after = [leaf.sources for leaf in leaves], [leaf.targets for leaf in leaves]
+    return _layout(space, before, places, True), _layout(space, after, places, False)
+
+
+def _layout(space: Space, held: list[tuple[Held, ...]], places: Places, spare_copies: bool) -> Layout:
+    """The layout of the arrays that hold each tensor; ``spare_copies`` on one device count once."""
+    tilings = tuple(_tiling(t, arrays, places, spare_copies) for t, arrays in zip(space, held, strict=True))
+    if all(len(arrays) == 1 and arrays[0].tensors == 1 for arrays in held):
+        return Layout(space, tilings)
+    rows: dict[Held, list[int]] = {}
+    for row, array in ((row, array) for row, arrays in enumerate(held) for array in arrays):
+        rows.setdefault(array, []).append(row)
+    order = sorted(rows, key=lambda array: array.index)
+    nbytes = np.zeros((len(order), len(places.places)), np.int64)
+    for k, array in enumerate(order):
+        on = list(places.numbers(array.stored.sharding).values())
+        nbytes[k, on] = array.room * space.tensors[rows[array][0]].itemsize
+    return Layout(space, tilings, Arrays(tuple(tuple(rows[array]) for array in order), nbytes))
 
 
 @functools.lru_cache(maxsize=4096)
-def _stored_tiling(stored: Stored, places: Places) -> Tiling:
+def _stored_tiling(stored: Stored | Bundle, path: str, places: Places) -> Tiling:
     array = array_tiling(stored.sharding, stored.array_shape, places)
+    if isinstance(stored, Bundle):
+        parts = [part for part in stored.parts if part.tensor == path]
+        return parts_tiling(array, parts[0].shape, parts)
     return array if stored.is_plain else stored_tiling(array, stored.shape, stored.pieces)
 
 
-def _tiling(leaf: Leaf, stored: Stored, places: Places) -> Tiling:
+def _tiling(tensor: Tensor, arrays: tuple[Held, ...], places: Places, spare_copies: bool) -> Tiling:
     try:
-        return _stored_tiling(stored, places)
+        tilings = [_stored_tiling(a.stored, _path(tensor, a), places) for a in arrays]
+        if len(arrays) == 1 and isinstance(arrays[0].stored, Stored):
+            return tilings[0]
+        tiling = joined(tilings, [a.room for a in arrays], spare_copies)
+        tiling.validate("its arrays")
+        return tiling
     except LayoutError as error:
-        raise TargetError(f"{leaf.tensor.path}: {error}") from None
+        raise TargetError(f"{tensor.path}: {error}") from None
+
+
+def _path(tensor: Tensor, array: Held) -> str:
+    """The tensor's path where it matters, so that tensors alike share what is known of their tilings."""
+    return tensor.path if isinstance(array.stored, Bundle) else ""

@@ -15,9 +15,10 @@ from dynajax.engine.device_put import DevicePut
 from dynajax.engine.execute import execute
 from dynajax.engine.keys import is_key
 from dynajax.engine.places import Places, layouts
+from dynajax.engine.regroup import read
 from dynajax.engine.report import Report, Stopwatch
 from dynajax.engine.shared_memory import SharedMemory, Transport
-from dynajax.engine.tree import Leaf, read_tree
+from dynajax.engine.tree import Leaf
 from dynajax.errors import TargetError
 from dynajax.planner import Plan, build_plan
 
@@ -45,7 +46,7 @@ def plan_reshard(
         TargetError: the targets do not fit the tree; names the paths.
         BudgetError: the budget cannot hold the smallest stage; names the leaf and the smallest budget that does.
     """
-    leaves, _, _ = read_tree(tree, shardings, stored)
+    leaves, _, _ = read(tree, shardings, stored)
     return _plan(_without_repeats(leaves)[0], _places(leaves), parse_bytes(budget), donate)
 
 
@@ -59,13 +60,13 @@ def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None
     Raises:
         TargetError: the plan is for another state or other targets.
     """
-    leaves, _, _ = read_tree(tree, shardings, stored)
+    leaves, _, _ = read(tree, shardings, stored)
     unique, places = _without_repeats(leaves)[0], _places(leaves)
     _checked(plan, unique, places)
     transport = _transport(places, Stopwatch())
     try:
         for stage in plan.stages:
-            transport.prepare([(plan.moves[k], unique[k]) for k in stage])
+            transport.prepare([(plan.moves[k], unique[k]) for k in stage if unique[k].is_alone])
     finally:
         transport.close()
 
@@ -108,7 +109,7 @@ def reshard(
     """
     watch = Stopwatch()
     with watch.phase("plan"):
-        leaves, all_leaves, treedef = read_tree(tree, shardings, stored)
+        leaves, all_leaves, treedef = read(tree, shardings, stored)
         unique, again = _without_repeats(leaves)
         _refuse_unusable(leaves)
         places = _places(leaves)
@@ -134,7 +135,10 @@ def _checked(plan: Plan, leaves: list[Leaf], places: Places) -> Plan:
     source, target = layouts(leaves, places)
     planned = [(m.tensor, m.source.key, m.target.key) for m in plan.moves]
     present = zip(source.space, source.tilings, target.tilings, strict=True)
-    if planned != [(tensor, before.key, after.key) for tensor, before, after in present]:
+    arrays = [x and x.key for x in (plan.source_arrays, plan.target_arrays)]
+    if planned != [(tensor, before.key, after.key) for tensor, before, after in present] or arrays != [
+        x and x.key for x in (source.arrays, target.arrays)
+    ]:
         raise TargetError("the plan was made for another state or other targets; make a new one with plan_reshard")
     return plan
 
@@ -144,7 +148,7 @@ def _run(
 ) -> tuple[dict[int, jax.Array], int]:
     transport = _transport(places, watch)
     try:
-        return execute(plan, leaves, transport, watch, check)
+        return execute(plan, leaves, transport, watch, places, check)
     finally:
         transport.close()
 
@@ -155,18 +159,18 @@ def _transport(places: Places, watch: Stopwatch) -> Transport:
 
 
 def _places(leaves: Iterable[Leaf]) -> Places:
-    return Places.of(s for leaf in leaves for s in (leaf.source.sharding, leaf.target.sharding))
+    return Places.of(end.stored.sharding for leaf in leaves for end in (*leaf.sources, *leaf.targets))
 
 
 def _refuse_unusable(leaves: list[Leaf]) -> None:
-    for leaf in leaves:
-        path, array = leaf.tensor.path, leaf.array
+    for path, array in ((leaf.tensor.path, source.array) for leaf in leaves for source in leaf.sources):
         if not isinstance(array, jax.Array) or isinstance(array, Tracer):
             raise TargetError(f"{path}: the leaf is a {type(array).__name__} without data; give the array itself")
         if array.is_deleted():
             raise TargetError(f"{path}: the array was deleted or donated; give the state that the last step returned")
-        if not (array.is_fully_addressable and leaf.target.sharding.is_fully_addressable):
-            raise TargetError(f"{path}: source and target must be on devices of this process")
+    for leaf in leaves:
+        if not all(end.stored.sharding.is_fully_addressable for end in (*leaf.sources, *leaf.targets)):
+            raise TargetError(f"{leaf.tensor.path}: source and target must be on devices of this process")
 
 
 def _without_repeats(leaves: list[Leaf]) -> tuple[list[Leaf], list[tuple[Leaf, Leaf]]]:
@@ -178,7 +182,7 @@ def _without_repeats(leaves: list[Leaf]) -> tuple[list[Leaf], list[tuple[Leaf, L
     unique: list[Leaf] = []
     again: list[tuple[Leaf, Leaf]] = []
     for leaf in leaves:
-        known = first.setdefault(_identity(leaf.array), leaf)
+        known = first.setdefault(_identity(leaf.array), leaf) if leaf.is_alone else leaf
         if known is leaf:
             unique.append(leaf)
         else:
@@ -200,6 +204,6 @@ def _copies_of(
     again: list[tuple[Leaf, Leaf]], moved: dict[int, jax.Array], places: Places, watch: Stopwatch
 ) -> dict[int, jax.Array]:
     """Arrays of their own for leaves that repeat others, made of the moved first ones."""
-    leaves = [Leaf(leaf.index, leaf.tensor, moved[known.index], known.target, leaf.target) for leaf, known in again]
+    leaves = [Leaf.of(leaf.index, leaf.tensor, moved[known.index], known.target, leaf.target) for leaf, known in again]
     plan = build_plan(*layouts(leaves, places), budget=0, donate=False)
     return _run(plan, leaves, places, watch, check=False)[0]

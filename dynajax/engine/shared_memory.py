@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from dynajax.engine import _jax_private as private
 from dynajax.engine import uninitialised
-from dynajax.engine.places import Places, memory_kind
+from dynajax.engine.places import Places, memory_kind, shards_of
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.tree import Leaf
 from dynajax.errors import CheckError
@@ -161,8 +161,7 @@ class _Fill(_Outline):
     def __init__(self, move: Move, leaf: Leaf, places: Places) -> None:
         super().__init__(move, leaf, places)
         self.base = private.physical(leaf.array)
-        number = places.numbers(leaf.array.sharding)
-        self.pieces = {number[s.device]: s.data for s in self.base.addressable_shards}
+        self.pieces = shards_of(leaf.array, places)
         self.slab: dict[int, Words] = {}
         self.owned: dict[int, jax.Array] = {}
 
@@ -174,8 +173,8 @@ class _Fill(_Outline):
 
     def copies(self) -> list[Copy]:
         """``(to, from)`` views of every box to copy."""
-        c, word = self.move.copies, _word(self.move.tensor.itemsize)
-        source = {n: _bytes_of(self.pieces[n]).view(word) for n in np.unique(c.source).tolist()}
+        c, word = self.move.copies, word_of(self.move.tensor.itemsize)
+        source = {n: bytes_of(self.pieces[n]).view(word) for n in np.unique(c.source).tolist()}
         target = {n: b.view(word) for n, b in self.slab.items()}
         rows = zip(
             c.target.tolist(), c.source.tolist(), c.extent.tolist(), c.target_offset.tolist(),
@@ -222,7 +221,7 @@ def _allocate(kind: _Kind, fills: list[_Fill]) -> None:
         made = uninitialised.allocate(kind.devices, kind.shape, kind.dtype, len(fills))
         for fill, shards in zip(fills, made, strict=True):
             fill.owned = {fill.target_number[d]: shard for d, shard in shards.items()}
-            fill.slab = {n: _bytes_of(shard) for n, shard in fill.owned.items()}
+            fill.slab = {n: bytes_of(shard) for n, shard in fill.owned.items()}
         return
     room = -(-kind.nbytes // _ALIGNMENT) * _ALIGNMENT
     for fill in fills:
@@ -245,15 +244,15 @@ class _Memory:
         }
 
 
-def _bytes_of(piece: jax.Array) -> Words:
-    """The bytes of a single-device array, where they lie.
+def bytes_of(piece: jax.Array) -> Words:
+    """The bytes of a single-device array, where they lie if that is the memory of the process.
 
-    ``np.asarray`` would do, but takes a hold on the buffer that outlives the copy and keeps it from being freed or
-    donated. Types below a byte are packed in the buffer and have to be unpacked.
+    There ``np.asarray`` would do, but takes a hold on the buffer that outlives the view and keeps it from being freed
+    or donated. Types below a byte are packed in the buffer and have to be unpacked.
     """
     if piece.size == 0:
         return np.empty(0, np.uint8)
-    if _is_packed(piece.dtype):
+    if _is_packed(piece.dtype) or next(iter(piece.devices())).platform != "cpu":
         return np.asarray(piece).reshape(-1).view(np.uint8)
     return np.asarray(_Memory(piece))
 
@@ -264,7 +263,8 @@ def _is_packed(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8
 
 
-def _word(itemsize: int) -> np.dtype[Any]:
+def word_of(itemsize: int) -> np.dtype[Any]:
+    """A dtype to copy elements of so many bytes as."""
     return np.dtype(_WORDS.get(itemsize, f"V{itemsize}"))
 
 

@@ -22,7 +22,6 @@ import numpy as np
 from dynajax.errors import LayoutError
 from dynajax.vps import algebra
 from dynajax.vps.region import Ints, Region, concatenate, intervals
-from dynajax.vps.stored import Pieces
 from dynajax.vps.tiling import Tiling
 
 Rows = tuple[Ints, Region]
@@ -138,14 +137,15 @@ def parts_tiling(array: Tiling, shape: Sequence[int], parts: Iterable[Part]) -> 
     return Tiling(tuple(shape), array.holder[shard], region, array.partial, int(array.region.volumes.max(initial=0)))
 
 
-def joined(tilings: Sequence[Tiling], spare_copies: bool) -> Tiling:
+def joined(tilings: Sequence[Tiling], rooms: Sequence[int], spare_copies: bool) -> Tiling:
     """The tiling of a tensor that several arrays store, its buffers numbered end to end.
 
     Args:
-        tilings: one for each array, each with its room.
+        tilings: one for each array.
+        rooms: elements of a shard of each array.
         spare_copies: leave out what a device holds already in an earlier array.
     """
-    starts = np.cumsum([0, *(t.room or 0 for t in tilings)])
+    starts = np.cumsum([0, *rooms])
     holder = np.concatenate([t.holder for t in tilings])
     region = concatenate(
         [replace(t.region, offset=t.region.offset + start) for t, start in zip(tilings, starts[:-1], strict=True)]
@@ -248,12 +248,3 @@ def layer_part(tensor: str, shape: Sequence[int], layer: int) -> Block:
     rank = len(shape)
     first, extent = (layer, *[0] * (rank - 1)), (1, *shape[1:])
     return Block(tensor, tuple(shape), first, extent, (0,) * (rank - 1), (None, *range(rank - 1)))
-
-
-def piece_parts(tensor: str, shape: Sequence[int], pieces: Sequence[Pieces]) -> tuple[Block, ...]:
-    """The blocks of an array whose dims are runs of the tensor's dims; see ``vps.stored``."""
-    blocks = []
-    for runs in itertools.product(*pieces):
-        at, first, extent = zip(*runs, strict=True) if runs else ((), (), ())
-        blocks.append(Block(tensor, tuple(shape), first, extent, at, tuple(range(len(shape)))))
-    return tuple(blocks)

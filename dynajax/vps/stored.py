@@ -11,14 +11,27 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from dynajax.errors import LayoutError
-from dynajax.vps.region import Region, dense_strides
+from dynajax.vps.parts import Block, parts_tiling
 from dynajax.vps.tiling import Tiling
 
 Pieces = tuple[tuple[int, int, int], ...]
 """Runs of a dim: ``(first in the array, first in the tensor, length)``; what no run covers is padding."""
+
+
+def piece_parts(tensor: str, shape: Sequence[int], pieces: Sequence[Pieces]) -> tuple[Block, ...]:
+    """The blocks of an array that stores a tensor by runs of its dims.
+
+    Args:
+        tensor: path of the tensor.
+        shape: of the tensor.
+        pieces: runs of each dim.
+    """
+    blocks: list[Block] = []
+    for runs in itertools.product(*pieces):
+        at, first, extent = zip(*runs, strict=True) if runs else ((), (), ())
+        blocks.append(Block(tensor, tuple(shape), first, extent, at, tuple(range(len(shape)))))
+    return tuple(blocks)
 
 
 def stored_tiling(array: Tiling, shape: Sequence[int], pieces: Sequence[Pieces]) -> Tiling:
@@ -33,41 +46,7 @@ def stored_tiling(array: Tiling, shape: Sequence[int], pieces: Sequence[Pieces])
         LayoutError: a run lies outside the array or the tensor.
     """
     _require_inside(array.shape, tuple(shape), pieces)
-    lows: list[list[int]] = []
-    highs: list[list[int]] = []
-    offsets: list[int] = []
-    strides: list[list[int]] = []
-    holders: list[int] = []
-    bounds = zip(array.holder.tolist(), array.region.lo.tolist(), array.region.hi.tolist(), strict=True)
-    for holder, lo, hi in bounds:
-        stride = dense_strides([b - a for a, b in zip(lo, hi, strict=True)]).tolist()
-        runs = [_runs(a, b, p) for a, b, p in zip(lo, hi, pieces, strict=True)]
-        for corner in itertools.product(*runs):
-            holders.append(holder)
-            lows.append([first for _, first, _ in corner])
-            highs.append([first + length for _, first, length in corner])
-            offsets.append(sum(at * s for (at, _, _), s in zip(corner, stride, strict=True)))
-            strides.append(stride)
-    rank = len(array.shape)
-    box = (len(holders), rank)
-    region = Region(
-        np.asarray(lows, np.int64).reshape(box),
-        np.asarray(highs, np.int64).reshape(box),
-        np.asarray(offsets, np.int64),
-        np.asarray(strides, np.int64).reshape(box),
-    )
-    room = int(array.region.volumes.max(initial=0))
-    return Tiling(tuple(shape), np.asarray(holders, np.int64), region, array.partial, room)
-
-
-def _runs(lo: int, hi: int, pieces: Pieces) -> list[tuple[int, int, int]]:
-    """What of the pieces lies in ``lo`` to ``hi`` of the array: ``(offset from lo, first in the tensor, length)``."""
-    found: list[tuple[int, int, int]] = []
-    for stored, logical, length in pieces:
-        a, b = max(lo, stored), min(hi, stored + length)
-        if a < b:
-            found.append((a - lo, logical + a - stored, b - a))
-    return found
+    return parts_tiling(array, shape, piece_parts("", shape, pieces))
 
 
 def _require_inside(array: tuple[int, ...], shape: tuple[int, ...], pieces: Sequence[Pieces]) -> None:

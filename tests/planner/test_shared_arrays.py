@@ -88,7 +88,8 @@ def test_a_chain_of_buckets_is_freed_bucket_by_bucket():
     tilings = []
     for path, shape in shapes.items():
         mine = [[p for p in runs if p.tensor == path] for runs in parts]
-        tilings.append(joined([parts_tiling(t, shape, p) for t, p in zip(on, mine, strict=True) if p], True))
+        found = [parts_tiling(t, shape, p) for t, p in zip(on, mine, strict=True) if p]
+        tilings.append(joined(found, [25] * len(found), True))
     buckets = Layout(space, tuple(tilings), Arrays(tuple(lies_in), np.full((5, 2), 100)))
     plain = Layout(space, tuple(mesh_tiling((24,), {"x": 2}, P("x"), np.arange(2)[::-1]) for _ in space))
     for source, target in ((buckets, plain), (plain, buckets)):
