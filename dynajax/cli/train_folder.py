@@ -77,7 +77,7 @@ class RunFolder:
     def save(self, trainer: Trainer) -> None:
         """Write a checkpoint of the present state."""
         if self._path is not None:
-            self._checkpoints.save(trainer.state, self._setup.batches, trainer.placement)
+            self._checkpoints.save(trainer.state, trainer.job, trainer.placement, self._setup.batches)
 
     def compared(self, lines: Iterable[dict[str, Any]]) -> None:
         """Write the losses of the run and its twin, a step a line."""

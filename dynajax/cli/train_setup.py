@@ -17,9 +17,9 @@ from dynajax.data import VOCAB_SIZE, Batches, folder_documents, stdlib_documents
 from dynajax.engine.keys import is_key
 from dynajax.errors import RunError, StrategyError
 from dynajax.meshes import Placement
-from dynajax.models import LlamaConfig, Params, count_parameters, parameter_specs, preset
+from dynajax.models import LlamaConfig, count_parameters, preset
 from dynajax.train import Trainer
-from dynajax.train.fit import batch_shards, require_fit, similar
+from dynajax.train.fit import batch_shards, require_fit, similar, surprises
 from dynajax.train.recipe import adamw
 from dynajax.train.schedule import Schedule, Switch, tour
 
@@ -80,6 +80,7 @@ class Setup:
             shards = batch_shards(placement.strategy)
             if placement.num_devices < devices:
                 found.append(f"{placement} runs on {placement.num_devices} of the {devices} devices")
+            found += [f"{placement}: {line}" for line in surprises(self.model, placement.strategy)]
             if rows % shards:
                 fillers = -rows % shards
                 found.append(
@@ -99,11 +100,10 @@ def check(options: TrainOptions) -> Setup:
     begin = resumed_step(options)
     _require_numbers(options, begin)
     _require_folder(options)
-    parameters = parameter_specs(model)
-    schedule = _schedule(options, parameters)
+    schedule = _schedule(options, model)
     schedule.require_within(begin, options.steps)
     for placement in (schedule.first, *(switch.target for switch in schedule.switches)):
-        require_fit(parameters, placement, options.devices)
+        require_fit(model, placement, options.devices)
     if model.vocab < VOCAB_SIZE:
         raise RunError(f"--model {options.model} has {model.vocab} tokens and text needs {VOCAB_SIZE}; take another")
     if 0 < model.learned_positions < options.seq_len:
@@ -139,11 +139,11 @@ def _require_folder(options: TrainOptions) -> None:
         raise RunError(f"--out {out} holds another run; go on with it by --resume, or name another folder")
 
 
-def _schedule(options: TrainOptions, parameters: Params) -> Schedule:
+def _schedule(options: TrainOptions, model: LlamaConfig) -> Schedule:
     if options.strategy is None and not options.switch:
-        return tour(parameters, options.devices, options.steps)
+        return tour(model, options.devices, options.steps)
     if options.strategy is None:
-        first = tour(parameters, options.devices, options.steps).first
+        first = tour(model, options.devices, options.steps).first
     else:
         first = Placement.parse(options.strategy)
         _require_all_devices(options.strategy, first, options.devices)

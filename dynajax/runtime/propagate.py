@@ -153,7 +153,7 @@ class _Step:
 
     def layer(self, params: Params, x: jax.Array, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
         """One block on one micro-batch, with its parameters as they are stored."""
-        storage = jax.tree.map(Storage.without_first, self.propagation.storage["blocks"])
+        storage = jax.tree.map(lambda s: s.without(0), self.propagation.storage["blocks"])
         stack = jax.tree.map(lambda w: w[None], self.computed(storage, params))
         x, stats = run_blocks(self.block_config, stack, x, *rows, self.execution)
         return x, jax.tree.map(lambda s: s[0], stats)

@@ -66,6 +66,17 @@ class Propagation:
         return replicated(self.config, self.strategy)
 
     @property
+    def padded(self) -> dict[str, tuple[int, int]]:
+        """Logical axes that are stored longer than they are, with both sizes: ``{"heads": (6, 8)}``."""
+        found: dict[str, tuple[int, int]] = {}
+        parameters, storage = jax.tree.leaves(parameter_specs(self.config)), jax.tree.leaves(self.storage)
+        for parameter, stored in zip(parameters, storage, strict=True):
+            for name, dim in zip(parameter.axes, stored.dims, strict=True):
+                if name is not None and dim.stored > dim.logical:
+                    found[name] = (dim.logical, dim.stored)
+        return found
+
+    @property
     def row_multiple(self) -> int:
         """What must divide the rows of a batch (``dynajax.data.pad_rows``)."""
         return self.microbatches * math.prod(self.strategy.size(a) for a in BATCH_AXES)

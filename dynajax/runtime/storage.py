@@ -157,6 +157,11 @@ class Storage:
 
     dims: tuple[DimStorage, ...]
 
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Storage:
+        """A tensor that is stored as it is, whole on every device."""
+        return Storage(tuple(Cut().store(size, {}) for size in shape))
+
     @property
     def logical_shape(self) -> tuple[int, ...]:
         """Shape of the tensor."""
@@ -207,9 +212,9 @@ class Storage:
             x = dim.to_logical(x, number) if dim.gathered else x
         return x
 
-    def without_first(self) -> Storage:
-        """The storage of one slice along the first dim."""
-        return Storage(self.dims[1:])
+    def without(self, dim: int) -> Storage:
+        """The storage of one slice along ``dim``, or of a sum over it."""
+        return Storage(self.dims[:dim] + self.dims[dim + 1 :])
 
     def _require(self, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if shape != wanted:

@@ -1,8 +1,9 @@
 """Checkpoints of a run: written under any placement, read under any other.
 
-Orbax stores one array for each leaf, named by the leaf's path. The tree itself is not stored: it is
-made again from the model and the optimizer, so containers keep their types, and a leaf that is missing
-or too many is named before anything is read. Keys are stored as their data, empty leaves not at all.
+Orbax stores one array for each leaf, the whole tensor without padding, named by the leaf's path. The tree
+itself is not stored: it is made again from the model and the optimizer, so containers keep their types, and
+a leaf that is missing or too many is named before anything is read. Keys are stored as their data, empty
+leaves not at all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dynajax.engine.keys import is_key
 from dynajax.errors import RunError
 from dynajax.meshes import Placement
 from dynajax.train.job import Job
-from dynajax.train.state import TrainState
+from dynajax.train.state import TrainState, abstract
 
 
 def latest_step(folder: Path) -> int | None:
@@ -42,11 +43,12 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
-    def save(self, state: TrainState, data: Batches, placement: Placement) -> None:
-        """Write ``state``, once for each step."""
+    def save(self, state: TrainState, job: Job, placement: Placement, data: Batches) -> None:
+        """Write ``state``, which lies as ``job.layout(placement)`` says, once for each step."""
         step, sample = int(state.step), int(state.cursor)
         if step in self._manager.all_steps():
             return
+        state = job.to_plain(state, placement)
         stored = {name: _as_data(leaf) for name, leaf in _leaves(state).items() if leaf.size}
         about = {
             "cursor": dataclasses.asdict(dataclasses.replace(data.start(), step=step, sample=sample)),
@@ -69,12 +71,12 @@ class Checkpoints:
             raise RunError("there is no checkpoint to resume from; start a run with --out and without --resume")
         about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
         data.resume(Cursor(**about["cursor"]))
-        target = job.abstract_state(placement)
+        target = abstract(job.shapes, job.plain_layout(placement))
         _require_same(about["leaves"], _described(target))
         wanted = {name: _data_of(leaf) for name, leaf in _leaves(target).items() if leaf.size}
         read = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]
         leaves = [_leaf(read.get(name), leaf, about["keys"].get(name)) for name, leaf in _leaves(target).items()]
-        return jax.tree.unflatten(jax.tree.structure(target), leaves)
+        return job.from_plain(jax.tree.unflatten(jax.tree.structure(target), leaves), placement)
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -4,59 +4,61 @@ from __future__ import annotations
 
 import math
 
-import jax
-
 from dynajax.errors import StrategyError
-from dynajax.meshes import AXES, PARAMETER_RULES, Placement, Strategy, spec
-from dynajax.models import ParameterSpec, Params
-
-BATCH_AXES = ("dp", "fsdp", "ep")
-"""Mesh axes that cut the rows of a batch."""
-
-_TRAINED_AXES = ("dp", "fsdp", "tp")
+from dynajax.meshes import ACTIVATION_RULES, AXES, Placement, Strategy
+from dynajax.models import LlamaConfig, MoeConfig
+from dynajax.runtime import Propagation
 
 
-def require_fit(parameters: Params, placement: Placement, num_devices: int) -> None:
-    """Refuse a placement that cannot train a model on devices numbered below ``num_devices``.
+def require_fit(model: LlamaConfig, placement: Placement, num_devices: int) -> None:
+    """Refuse a placement that cannot train ``model`` on devices numbered below ``num_devices``.
 
-    Args:
-        parameters: of the model, as ``dynajax.models.parameter_specs`` gives them.
-        placement: the placement.
-        num_devices: how many devices there are.
+    Dims that an axis does not divide are no misfit: they are stored padded (see ``dynajax.runtime.storage``).
 
     Raises:
-        StrategyError: an axis that is not trained yet, a device that is not there, or a dim that its axis
-            does not divide; the nearest sizes that do are named.
+        StrategyError: several pipelines, a device that is not there, experts that the model or the axes do not allow,
+            or a pipeline stage without a layer.
     """
-    _require_trained(placement.strategy)
+    strategy = placement.strategy
+    if not strategy.is_homogeneous:
+        raise StrategyError(f"{strategy}: several pipelines are not in this version; use one mesh")
     if max(placement.devices) >= num_devices:
         raise StrategyError(
             f"{placement} uses device {max(placement.devices)}, but there are {num_devices}, numbered from 0; "
-            f"take one of {', '.join(map(str, similar(placement.strategy, num_devices)))}, or more devices"
+            f"take one of {', '.join(map(str, similar(strategy, num_devices)))}, or more devices"
         )
-    sizes = placement.strategy.mesh_shape()
-    for path, parameter in jax.tree_util.tree_leaves_with_path(parameters):
-        for size, name, axis in _cuts(parameter):
-            if size % sizes[axis]:
-                where = jax.tree_util.keystr(path, simple=True, separator="/")
-                raise StrategyError(
-                    f"{placement}: {axis} = {sizes[axis]} does not divide {name} = {size} (of {where}); "
-                    f"take {axis} = {_choices(parameters, axis, sizes[axis])}"
-                )
+    Propagation(model, strategy)
+    if strategy.size("pp") > model.layers:
+        raise StrategyError(
+            f"{placement}: pp = {strategy.size('pp')} leaves pipeline stages without one of the {model.layers} layers; "
+            f"take pp = {model.layers} or less"
+        )
 
 
-def fits(parameters: Params, placement: Placement, num_devices: int) -> bool:
-    """True if ``require_fit`` has nothing to say."""
+def fits_evenly(model: LlamaConfig, placement: Placement, num_devices: int) -> bool:
+    """True if ``require_fit`` has nothing to say, and the placement pads and copies nothing."""
     try:
-        require_fit(parameters, placement, num_devices)
+        require_fit(model, placement, num_devices)
     except StrategyError:
         return False
-    return True
+    return not surprises(model, placement.strategy)
+
+
+def surprises(model: LlamaConfig, strategy: Strategy) -> list[str]:
+    """What a strategy stores in more places or at a greater length than its axes say, a line for each dim."""
+    run = Propagation(model, strategy)
+    found = list(run.replicated.values())
+    if strategy.size("ep") > 1 and not isinstance(model, MoeConfig):
+        found.append(f"the model has no experts, so that ep = {strategy.size('ep')} is data parallel")
+    return found + [
+        f"{name} is stored as {stored}, not {logical}, to be cut in equal parts; the rest is zeros"
+        for name, (logical, stored) in sorted(run.padded.items())
+    ]
 
 
 def batch_shards(strategy: Strategy) -> int:
     """Into how many parts a strategy cuts the rows of a batch."""
-    return math.prod(strategy.size(axis) for axis in BATCH_AXES)
+    return math.prod(strategy.size(axis) for axis in ACTIVATION_RULES["batch"])
 
 
 def similar(strategy: Strategy, num_devices: int) -> list[Strategy]:
@@ -70,25 +72,3 @@ def similar(strategy: Strategy, num_devices: int) -> list[Strategy]:
             shape = sizes | {axis: num_devices // others}
             found.append(".".join(f"{a}{n}" for a, n in shape.items() if n > 1) or "dp1")
     return [Strategy.parse(text) for text in found or [f"{used[0]}{num_devices}"]]
-
-
-def _require_trained(strategy: Strategy) -> None:
-    if not strategy.is_homogeneous or strategy.pipelines[0].experts:
-        raise StrategyError(f"{strategy}: several pipelines and expert layouts are not in this version; use one mesh")
-    for axis, size in strategy.mesh_shape().items():
-        if size > 1 and axis not in _TRAINED_AXES:
-            raise StrategyError(f"{strategy}: {axis} is not in this version; use {', '.join(_TRAINED_AXES)}")
-
-
-def _cuts(parameter: ParameterSpec) -> list[tuple[int, str | None, str]]:
-    """``(size, logical axis, mesh axis)`` of each dim that a mesh axis cuts."""
-    entries = zip(parameter.shape, parameter.axes, spec(parameter.axes, PARAMETER_RULES), strict=True)
-    return [(size, name, axis) for size, name, axis in entries if axis is not None]
-
-
-def _choices(parameters: Params, axis: str, asked: int) -> str:
-    """The sizes nearest to ``asked`` that divide all dims which ``axis`` cuts."""
-    common = math.gcd(*(size for p in jax.tree.leaves(parameters) for size, _, cut in _cuts(p) if cut == axis))
-    divisors = [n for n in range(1, common + 1) if common % n == 0]
-    nearest = sorted(sorted(divisors, key=lambda n: abs(n - asked))[:3])
-    return " or ".join(map(str, nearest))

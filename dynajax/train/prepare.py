@@ -17,6 +17,7 @@ from dynajax.errors import DeadlineError, DynajaxError, SwitchError
 from dynajax.meshes import Placement
 from dynajax.planner import Plan
 from dynajax.train.job import Job
+from dynajax.train.state import TrainState, abstract
 from dynajax.train.step import CompiledStep, compile_step
 
 K = TypeVar("K", bound=Hashable)
@@ -91,10 +92,17 @@ class Workshop:
 
     def __init__(self, job: Job, budget: int) -> None:
         self._job, self._budget = job, budget
+        self._layouts: dict[Placement, TrainState] = {}
         self._plans: dict[Move, Plan] = {}
         workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="dynajax-prepare")
         self.steps = Shelf(self._compile_step, "compiling the step of {}", workers)
         self.movers = Shelf(self._compile_mover, "preparing the move from {}", workers)
+
+    def layout(self, placement: Placement) -> TrainState:
+        """How the state lies under ``placement``, as ``Job.layout`` says."""
+        if placement not in self._layouts:
+            self._layouts[placement] = self._job.layout(placement)
+        return self._layouts[placement]
 
     def plan(self, move: Move) -> Plan:
         """The plan of ``move``.
@@ -103,16 +111,17 @@ class Workshop:
             BudgetError: the budget cannot hold it.
         """
         if move not in self._plans:
-            source, target = self._job.abstract_state(move.source), self._job.layout(move.target)
-            self._plans[move] = plan_reshard(source, target, budget=self._budget, donate=True)
+            source, target = self.layout(move.source), self.layout(move.target)
+            state = abstract(self._job.shapes, source)
+            self._plans[move] = plan_reshard(state, target, budget=self._budget, donate=True, stored=source)
         return self._plans[move]
 
     def _compile_step(self, placement: Placement) -> CompiledStep:
-        return compile_step(self._job, placement)
+        return compile_step(self._job, placement, self.layout(placement))
 
     def _compile_mover(self, move: Move) -> None:
-        source, target = self._job.abstract_state(move.source), self._job.layout(move.target)
-        prepare_reshard(source, target, plan=self.plan(move))
+        source, target = self.layout(move.source), self.layout(move.target)
+        prepare_reshard(abstract(self._job.shapes, source), target, plan=self.plan(move), stored=source)
 
 
 @dataclass(frozen=True)

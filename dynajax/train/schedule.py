@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from dynajax.errors import RunError
 from dynajax.meshes import Placement
-from dynajax.models import Params
-from dynajax.train.fit import fits
+from dynajax.models import LlamaConfig
+from dynajax.train.fit import fits_evenly
 from dynajax.train.record import StepReport, SwitchReport
 from dynajax.train.trainer import Trainer
 
@@ -85,16 +85,17 @@ class Schedule:
                 )
 
 
-def tour(parameters: Params, num_devices: int, steps: int) -> Schedule:
+def tour(model: LlamaConfig, num_devices: int, steps: int) -> Schedule:
     """A schedule that shows every kind of switch which the model and the devices allow, evenly over ``steps``.
 
-    On 8 devices: dp2.tp4, fsdp8, tp8, tp4 on the first 4 devices, dp8 and dp2.tp4 again.
+    On 8 devices: dp2.tp4, fsdp8, pp2.cp2.tp2, tp4 on the first 4 devices, dp8 and dp2.tp4 again.
     """
-    half = max(1, num_devices // 2)
+    half, quarter = max(1, num_devices // 2), num_devices // 4
+    mixed = {"pp": 2, "cp": 2, "tp": quarter} if num_devices % 4 == 0 else {"tp": num_devices}
     first = {"dp": num_devices // half, "tp": half}
-    stops = [first, {"fsdp": num_devices}, {"tp": num_devices}, {"tp": half}, {"dp": num_devices}, first]
+    stops = [first, {"fsdp": num_devices}, mixed, {"tp": half}, {"dp": num_devices}, first]
     texts = (".".join(f"{axis}{n}" for axis, n in stop.items() if n > 1) or "dp1" for stop in stops)
-    places = [place for place in map(Placement.parse, texts) if fits(parameters, place, num_devices)]
+    places = [place for place in map(Placement.parse, texts) if fits_evenly(model, place, num_devices)]
     places = [place for place, _ in itertools.groupby(places)][:steps]
     switches = [Switch(i * steps // len(places), place) for i, place in enumerate(places)]
     return Schedule(places[0], tuple(switches[1:]))

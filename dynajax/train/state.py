@@ -1,9 +1,9 @@
-"""The state of a training job as a plain pytree, and how each of its leaves is cut.
+"""The state of a training job as a plain pytree, and how each of its leaves is stored under a strategy.
 
-Specs come from logical axes and rules. A leaf of the optimizer state mirrors a parameter when its
-path ends in that parameter's path: Adam's moments, accumulated gradients and the states inside
-chains, masks and groups all keep the tree of parameters below some prefix. This reads the state
-itself, not the optimizer that made it, so it holds for optimizers that nobody has written yet.
+A leaf of the optimizer state mirrors a parameter when its path ends in that parameter's path: Adam's
+moments, accumulated gradients and the states inside chains, masks and groups all keep the tree of
+parameters below some prefix. It is then stored like that parameter. This reads the state itself, not the
+optimizer that made it, so it holds for optimizers that nobody has written yet.
 Leaves that mirror no parameter (counts, hyperparameters) are kept whole on every device.
 """
 
@@ -16,7 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+
+from dynajax.engine import Stored
+from dynajax.errors import StrategyError
+from dynajax.runtime import Storage
 
 KeyPath = tuple[Any, ...]
 
@@ -46,66 +50,75 @@ def initial_state(params: Any, optimizer: optax.GradientTransformation, rng: jax
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), rng, jnp.zeros((), jnp.int32))
 
 
-def state_specs(shapes: TrainState, param_specs: Any) -> TrainState:
-    """PartitionSpecs of a state.
+def state_storage(shapes: TrainState, params: Any) -> TrainState:
+    """How a state is stored: a ``Storage`` in the place of each leaf.
 
     Args:
-        shapes: the state as ``ShapeDtypeStruct`` leaves.
-        param_specs: PartitionSpecs in the tree of ``shapes.params``.
+        shapes: the state as ``ShapeDtypeStruct`` leaves, each of its logical shape.
+        params: storage of the parameters, in the tree of ``shapes.params``.
+
+    Raises:
+        StrategyError: a leaf sums over a dim that is padded.
     """
-    whole = PartitionSpec()
-    opt_specs = mirror_specs(shapes.opt_state, shapes.params, param_specs)
-    return TrainState(param_specs, opt_specs, whole, whole, whole)
+    whole = Storage.whole(())
+    return TrainState(params, mirror_storage(shapes.opt_state, params), whole, whole, whole)
 
 
-def mirror_specs(opt_shapes: Any, param_shapes: Any, param_specs: Any) -> Any:
-    """PartitionSpecs of an optimizer state: those of the parameters that its leaves mirror.
+def mirror_storage(opt_shapes: Any, params: Any) -> Any:
+    """How an optimizer state is stored: as the parameters that its leaves mirror.
 
     Args:
         opt_shapes: optimizer state as ``ShapeDtypeStruct`` leaves.
-        param_shapes: parameters as ``ShapeDtypeStruct`` leaves.
-        param_specs: PartitionSpecs in the tree of ``param_shapes``.
+        params: a tree of ``Storage``.
+
+    Raises:
+        StrategyError: a leaf sums over a dim that is padded.
     """
-    mirrored = {
-        path: (shape.shape, spec)
-        for (path, shape), spec in zip(
-            jax.tree_util.tree_leaves_with_path(param_shapes),
-            jax.tree.leaves(param_specs, is_leaf=_is_spec),
-            strict=True,
-        )
-    }
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _leaf_spec(path, leaf.shape, mirrored), opt_shapes)
+    mirrored = dict(jax.tree_util.tree_leaves_with_path(params))
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _leaf_storage(path, leaf.shape, mirrored), opt_shapes)
 
 
-def shardings(mesh: Mesh, specs: Any) -> Any:
-    """``specs`` bound to ``mesh``."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+def to_storage(storage: Any, state: Any) -> Any:
+    """A state of whole tensors in its stored form, zeros in padding; inside jit or out."""
+    return jax.tree.map(lambda s, x: x if s.is_identity else s.to_storage(x), storage, state)
 
 
-def abstract(shapes: Any, shardings: Any) -> Any:
-    """``ShapeDtypeStruct`` leaves that carry their shardings, for compiling and planning without arrays."""
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+def stored_on(mesh: Mesh, storage: Any) -> Any:
+    """``storage`` bound to ``mesh``, as the engine's targets and sources."""
+    return jax.tree.map(
+        lambda s: Stored(NamedSharding(mesh, s.spec), s.shape, s.logical_shape, tuple(d.pieces for d in s.dims)),
+        storage,
+    )
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
+def abstract(shapes: Any, layout: Any) -> Any:
+    """``ShapeDtypeStruct`` leaves as they are stored, for compiling and planning without arrays.
+
+    Args:
+        shapes: leaves with dtypes.
+        layout: a ``Stored`` for each.
+    """
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(s.array_shape, x.dtype, sharding=s.sharding), shapes, layout)
 
 
-def _leaf_spec(
-    path: KeyPath, shape: tuple[int, ...], mirrored: Mapping[KeyPath, tuple[tuple[int, ...], PartitionSpec]]
-) -> PartitionSpec:
+def _leaf_storage(path: KeyPath, shape: tuple[int, ...], mirrored: Mapping[KeyPath, Storage]) -> Storage:
     for start in range(len(path) + 1):  # the longest suffix first
         if path[start:] in mirrored:
-            return _fit(shape, *mirrored[path[start:]])
-    return PartitionSpec()
+            return _fit(path, shape, mirrored[path[start:]])
+    return Storage.whole(shape)
 
 
-def _fit(shape: tuple[int, ...], param_shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-    """The spec of a leaf that mirrors a parameter: its own, or without the one dim that a factored moment sums over."""
-    if shape == param_shape:
-        return spec
-    entries = tuple(spec) + (None,) * (len(param_shape) - len(spec))
-    for dim in range(len(param_shape)):
-        if shape == param_shape[:dim] + param_shape[dim + 1 :]:
-            return PartitionSpec(*entries[:dim], *entries[dim + 1 :])
-    return PartitionSpec()
+def _fit(path: KeyPath, shape: tuple[int, ...], param: Storage) -> Storage:
+    """The storage of a leaf that mirrors a parameter: its own, or without the dim that a factored moment sums over."""
+    if shape == param.logical_shape:
+        return param
+    for number, dim in enumerate(param.dims):
+        if shape == param.without(number).logical_shape:
+            if dim.stored != dim.logical:
+                raise StrategyError(
+                    f"{jax.tree_util.keystr(path, simple=True, separator='/')} is a mean over a dim of {dim.logical}, "
+                    f"which {' and '.join(dim.axes)} would pad to {dim.stored}; take sizes that divide it, or an "
+                    "optimizer without factored moments"
+                )
+            return param.without(number)
+    return Storage.whole(shape)

@@ -10,7 +10,7 @@ sums are added, which is what lets a switched run be compared with one that was 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,10 @@ from dynajax.data import Batch, pad_rows
 from dynajax.engine.keys import is_key
 from dynajax.errors import DeadlineError
 from dynajax.meshes import ACTIVATION_RULES, Placement, spec
-from dynajax.models import LlamaConfig, Params, forward, mean_loss, token_loss
-from dynajax.train.fit import batch_shards
-from dynajax.train.job import ROWS, Job
-from dynajax.train.state import TrainState
+from dynajax.models import Params, mean_loss, router_loss
+from dynajax.runtime import Propagation, TokenOrder, loss_and_metrics
+from dynajax.train.job import Job
+from dynajax.train.state import TrainState, abstract
 
 _POLL_S = 0.0002
 
@@ -39,13 +39,17 @@ class CompiledStep:
 
     Attributes:
         placement: where it runs.
-        layout: shardings of the state, before and after.
+        layout: how the state lies, before and after: an ``engine.Stored`` for each leaf.
+        row_multiple: what divides the rows of a batch.
+        order: where the tokens of a row are.
         rows: sharding of every leaf of a batch.
         executable: ``(state, batch) -> (state, loss)``; consumes the state.
     """
 
     placement: Placement
     layout: TrainState
+    row_multiple: int
+    order: TokenOrder
     rows: NamedSharding
     executable: jax.stages.Compiled
 
@@ -57,68 +61,78 @@ class CompiledStep:
 
         Args:
             state: consumed.
-            batch: the global batch in numpy; filler rows are added here.
+            batch: the global batch in numpy; filler rows are added here, and tokens put in order.
             deadline_s: seconds to wait.
 
         Raises:
             DeadlineError: the step is not done in time.
         """
-        padded = pad_rows(batch, batch_shards(self.placement.strategy))
-        after = self.executable(state, jax.device_put(padded, self.rows))
+        arranged = self.order.arrange(pad_rows(batch, self.row_multiple))
+        after = self.executable(state, jax.device_put(arranged, self.rows))
         wait_ready(after, f"a step under {self.placement}", deadline_s)
         return after
 
 
-def compile_step(job: Job, placement: Placement) -> CompiledStep:
-    """Compile the step of ``job`` for ``placement`` from shapes alone; no array is made or touched."""
-    mesh = placement.mesh(job.devices)
-    layout, rows = job.layout(placement), NamedSharding(mesh, ROWS)
-    padded = job.batch.rows + -job.batch.rows % batch_shards(placement.strategy)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((padded, *x.shape[1:]), x.dtype, sharding=rows), job.batch)
+def compile_step(job: Job, placement: Placement, layout: TrainState) -> CompiledStep:
+    """Compile the step of ``job`` for ``placement`` from shapes alone; no array is made or touched.
+
+    Args:
+        job: what is trained.
+        placement: where.
+        layout: ``job.layout(placement)``.
+    """
+    mesh, run = placement.mesh(job.devices), job.propagation(placement.strategy)
+    order, rows = run.token_order(job.batch.seq_len), NamedSharding(mesh, ROWS)
+    shape = (job.batch.rows + -job.batch.rows % run.row_multiple, order.stored_length)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype, sharding=rows), job.batch)
+    shardings = jax.tree.map(lambda stored: stored.sharding, layout)
     jitted = jax.jit(
-        make_step(global_loss(job.model, mesh), job.optimizer, layout, job.batch.rows),
-        in_shardings=(layout, rows),
-        out_shardings=(layout, NamedSharding(mesh, PartitionSpec())),
+        make_step(mean_over_batch(run, mesh, order), job.optimizer, shardings, job.batch.rows),
+        in_shardings=(shardings, rows),
+        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
         donate_argnums=0,
     )
-    return CompiledStep(placement, layout, rows, jitted.lower(job.abstract_state(placement), batch).compile())
+    executable = jitted.lower(abstract(job.shapes, layout), batch).compile()
+    return CompiledStep(placement, layout, run.row_multiple, order, rows, executable)
 
 
-def global_loss(model: LlamaConfig, mesh: Mesh) -> Loss:
-    """The loss of ``model`` with its activations cut over ``mesh``."""
-
-    def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(axes, ACTIVATION_RULES)))
+def mean_over_batch(run: Propagation, mesh: Mesh, order: TokenOrder) -> Loss:
+    """The training loss of stored parameters and an arranged batch under a strategy."""
 
     def loss(params: Params, batch: Batch) -> jax.Array:
-        logits = forward(model, params, batch.tokens, batch.segment_ids, batch.positions, constrain=constrain)
-        return mean_loss(*token_loss(logits, batch.targets, batch.weights))
+        loss_sum, weight_sum, stats = loss_and_metrics(run, mesh, params, batch, order)
+        return mean_loss(loss_sum, weight_sum) + router_loss(run.config, stats)
 
     return loss
 
 
 def make_step(
-    loss: Loss, optimizer: optax.GradientTransformation, layout: TrainState, samples: int
+    loss: Loss, optimizer: optax.GradientTransformation, shardings: TrainState, samples: int
 ) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
     """The step as a function of state and batch.
 
     Args:
         loss: of the whole global batch.
-        optimizer: sees gradients of global arrays, so that its norms count each element once.
-        layout: shardings of the state; gradients are summed straight into those of the parameters.
+        optimizer: sees gradients of global arrays, so that its norms count each element once. Where a strategy pads
+            parameters it sees the padding, with gradients of 0.
+        shardings: of the state; gradients are summed straight into those of the parameters.
         samples: rows that a step takes from the data stream.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         with jax.default_matmul_precision("highest"):
             value, grads = jax.value_and_grad(loss)(state.params, batch)
-            grads = jax.lax.with_sharding_constraint(grads, layout.params)
+            grads = jax.lax.with_sharding_constraint(grads, shardings.params)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         rng = jax.random.split(state.rng, 1)[0]  # each step has a key of its own, for models that draw
         return TrainState(params, opt_state, state.step + 1, rng, state.cursor + samples), value
 
     return step
+
+
+ROWS = spec(("batch", "seq"), ACTIVATION_RULES)
+"""How the leaves of a batch are cut."""
 
 
 def wait_ready(arrays: Any, what: str, deadline_s: float) -> None:

@@ -15,7 +15,7 @@ from dynajax.errors import SwitchError
 from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig
 from dynajax.planner import Plan
-from dynajax.train.job import Data, make_job
+from dynajax.train.job import DEFAULT_OPTIONS, Data, StepOptions, make_job
 from dynajax.train.prepare import Move, Preparation, Workshop, begin
 from dynajax.train.record import StepReport, SwitchReport
 from dynajax.train.state import TrainState
@@ -26,14 +26,15 @@ class Trainer:
     """Trains a model and changes its parallelism while it runs.
 
     Args:
-        model: shape of the decoder.
+        model: shape of the decoder, dense or a mixture of experts.
         optimizer: any optax optimizer.
-        strategy: the first placement, such as ``"dp2.tp4"`` or ``"tp4@4-7"``.
+        strategy: the first placement, such as ``"dp2.tp4"``, ``"pp2.cp2.tp2"`` or ``"tp4@4-7"``.
         data: global batches; see ``dynajax.data.Batches``.
         devices: all that placements may use, numbered in this order; those of JAX's default backend if None.
         seed: of the parameters and of the run's random stream.
         budget: bytes that a device may hold above the larger of both states during a switch.
         deadline_s: seconds after which a step or a preparation is given up by name.
+        options: micro-batches, interleaved stages, precision and rematerialising of a step.
 
     Attributes:
         job: what is trained.
@@ -59,8 +60,9 @@ class Trainer:
         seed: int = 0,
         budget: int | str = "64MB",
         deadline_s: float = 600.0,
+        options: StepOptions = DEFAULT_OPTIONS,
     ) -> None:
-        self.job = make_job(model, optimizer, data, jax.devices() if devices is None else devices)
+        self.job = make_job(model, optimizer, data, jax.devices() if devices is None else devices, options)
         self.placement = self.job.place(strategy)
         self.data, self.seed, self.deadline_s = data, seed, deadline_s
         self.workshop = Workshop(self.job, parse_bytes(budget))
@@ -69,9 +71,17 @@ class Trainer:
     def state(self) -> TrainState:
         """The training state, complete and computed between any two calls; new when first asked for.
 
-        To go on from elsewhere, set it to a state that lies as ``job.layout(placement)`` says.
+        Its arrays lie as ``job.layout(placement)`` says: padded, or with layers in the order of pipeline stages,
+        where the strategy wants it. ``whole_state`` gives them as the tensors that they are.
         """
         return self.job.initial_state(self.placement, self.seed)
+
+    def whole_state(self) -> TrainState:
+        """The state as its tensors, each of its logical shape: the same whatever the strategy.
+
+        For evaluation and export. The next step consumes arrays of it, as it does those of ``state``.
+        """
+        return self.job.to_plain(self.state, self.placement)
 
     @property
     def next_step(self) -> int:
@@ -117,11 +127,11 @@ class Trainer:
         start = time.perf_counter()
         move = Move(self.placement, self.job.place(strategy))
         prepared = Preparation(self.workshop, move).done()
-        plan = self.workshop.plan(move)
+        plan, source = self.workshop.plan(move), self.workshop.layout(move.source)
         plan_s = time.perf_counter() - start
         compiled, compile_s = self._step_of(move.target)
         try:
-            state, report = reshard(self.state, compiled.layout, budget=plan.budget, donate=True, plan=plan)
+            state, report = reshard(self.state, compiled.layout, donate=True, plan=plan, stored=source)
         except (RuntimeError, MemoryError, OSError) as error:
             raise SwitchError(f"the move from {move} failed: {error}; {_left_of(self.state)}") from error
         self.state, self.placement = state, move.target

@@ -14,6 +14,7 @@ from dynajax.data import Batches, MemoryDocuments
 from dynajax.meshes import Placement
 from dynajax.train import Trainer, TrainState
 from dynajax.train.job import Job, make_job
+from dynajax.train.state import to_storage
 
 MODEL = models.LlamaConfig(layers=2, hidden=16, ffn=32, heads=8, kv_heads=8, head_dim=4, vocab=256, tied=True)
 DOCUMENTS = tuple((f"def f{i}(x):\n    return x * {i}\n" * (1 + i % 5)).encode() for i in range(40))
@@ -39,17 +40,28 @@ def job(optimizer: optax.GradientTransformation | None = None) -> Job:
     return make_job(MODEL, optimizer or adam(), data(), jax.devices()[:8])
 
 
-def random_state(job: Job, placement: Placement) -> TrainState:
-    """A state whose every number is another one, so that nothing can be lost unnoticed."""
+def random_values(job: Job) -> TrainState:
+    """A state of whole tensors whose every number is another one, so that nothing can be lost unnoticed."""
     rng = np.random.default_rng(0)
 
-    def fill(shape: Any, sharding: Any) -> jax.Array:
+    def fill(shape: Any) -> Any:
         if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-            return jax.device_put(jax.random.key(rng.integers(2**31)), sharding)
+            return jax.random.key(rng.integers(2**31))
         values = rng.integers(1, 2**20, shape.shape) if shape.dtype.kind in "iu" else rng.normal(size=shape.shape)
-        return jax.device_put(jnp.asarray(values, shape.dtype), sharding)
+        return np.asarray(values, shape.dtype)
 
-    return jax.tree.map(fill, job.shapes, job.layout(placement))
+    return jax.tree.map(fill, job.shapes)
+
+
+def placed(job: Job, values: TrainState, placement: Placement) -> TrainState:
+    """Whole tensors put on devices without the engine."""
+    stored = to_storage(job.storage(placement.strategy), values)
+    return jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), stored, job.layout(placement))
+
+
+def random_state(job: Job, placement: Placement) -> TrainState:
+    """``random_values`` as they lie under a placement."""
+    return placed(job, random_values(job), placement)
 
 
 def bits(tree: Any) -> list[Any]:
@@ -88,3 +100,15 @@ def reference_losses(steps: int, optimizer: optax.GradientTransformation | None 
 
 def largest_difference(losses: list[float], wanted: list[float]) -> float:
     return float(np.max(np.abs(np.subtract(losses, wanted)) / np.abs(wanted)))
+
+
+def closed_walk(count: int) -> list[tuple[int, int]]:
+    """A walk that takes each ordered pair of ``count`` nodes once: an Euler circuit, by Hierholzer's algorithm."""
+    left = {node: [n for n in range(count) if n != node] for node in range(count)}
+    stack, path = [0], []
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            path.append(stack.pop())
+    return list(zip(path[::-1], path[-2::-1], strict=False))

@@ -3,8 +3,19 @@
 import jax
 import jax.numpy as jnp
 import optax
+import orbax.checkpoint as ocp
 import pytest
-from train.small_runs import bits, data, job, largest_difference, random_state, reference_losses, trainer
+from train.small_runs import (
+    bits,
+    data,
+    job,
+    largest_difference,
+    placed,
+    random_state,
+    random_values,
+    reference_losses,
+    trainer,
+)
 
 from dynajax.errors import DataError, RunError
 from dynajax.meshes import Placement
@@ -37,14 +48,14 @@ def test_any_optimizer_comes_back_on_another_placement(name, tmp_path):
     work = job(OPTIMIZERS[name])
     state = random_state(work, SOURCE)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(state, data(), SOURCE)
+        checkpoints.save(state, work, SOURCE, data())
     assert latest_step(tmp_path) == int(state.step)
     with Checkpoints(tmp_path) as checkpoints:
         read = checkpoints.restore(work, TARGET, data())
     assert jax.tree.structure(read) == jax.tree.structure(state)
     assert bits(read) == bits(state)
-    for leaf, sharding in zip(jax.tree.leaves(read), jax.tree.leaves(work.layout(TARGET)), strict=True):
-        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    for leaf, stored in zip(jax.tree.leaves(read), jax.tree.leaves(work.layout(TARGET)), strict=True):
+        assert leaf.sharding.is_equivalent_to(stored.sharding, leaf.ndim)
 
 
 def test_empty_leaves_come_back(tmp_path):
@@ -59,17 +70,35 @@ def test_empty_leaves_come_back(tmp_path):
     work = job(optax.chain(optax.GradientTransformation(init, update), optax.sgd(0.1)))
     state = random_state(work, SOURCE)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(state, data(), SOURCE)
+        checkpoints.save(state, work, SOURCE, data())
         read = checkpoints.restore(work, TARGET, data())
     assert read.opt_state[0]["lora"].shape == (0, 4)
     assert bits(read) == bits(state)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("tp3.pp2", "fsdp5"), ("fsdp5", "tp3.pp2"), ("cp2.tp4", "pp2.tp3"), ("pp2.tp3", "dp8")]
+)
+def test_what_is_padded_is_written_whole(source, target, tmp_path):
+    source, target = Placement.parse(source), Placement.parse(target)
+    work = job(optax.adam(1e-3))
+    values = random_values(work)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(placed(work, values, source), work, source, data())
+        read = checkpoints.restore(work, target, data())
+    assert bits(read) == bits(placed(work, values, target))
+    written = ocp.StandardCheckpointer().restore(next(tmp_path.glob("*/state")).resolve())
+    whole = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(values)}
+    assert {name: leaf.shape for name, leaf in written.items() if ".params" in name} == {
+        name: leaf.shape for name, leaf in whole.items() if ".params" in name
+    }
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     first = trainer("dp2.tp4")
     losses = [first.step().loss for _ in range(3)]
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(first.state, data(), first.placement)
+        checkpoints.save(first.state, first.job, first.placement, data())
     second = trainer("fsdp8")
     with Checkpoints(tmp_path) as checkpoints:
         second.state = checkpoints.restore(second.job, second.placement, data())
@@ -83,7 +112,7 @@ def test_what_does_not_match_is_named(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(RunError, match="no checkpoint to resume from"):
             checkpoints.restore(work, SOURCE, data())
-        checkpoints.save(random_state(work, SOURCE), data(), SOURCE)
+        checkpoints.save(random_state(work, SOURCE), work, SOURCE, data())
         with pytest.raises(RunError, match=r"has nothing at .*trace.* and this run needs float32"):
             checkpoints.restore(job(optax.sgd(1e-3, momentum=0.9)), SOURCE, data())
         with pytest.raises(DataError, match="give the same seed"):
@@ -95,8 +124,8 @@ def test_the_latest_checkpoints_are_kept(tmp_path):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         for _ in range(3):
             running.step()
-            checkpoints.save(running.state, data(), running.placement)
-            checkpoints.save(running.state, data(), running.placement)  # once more does no harm
+            checkpoints.save(running.state, running.job, running.placement, data())
+            checkpoints.save(running.state, running.job, running.placement, data())  # once more does no harm
     assert latest_step(tmp_path) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
     assert latest_step(tmp_path / "nowhere") is None

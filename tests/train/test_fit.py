@@ -2,37 +2,53 @@ import pytest
 
 from dynajax.errors import StrategyError
 from dynajax.meshes import Placement, Strategy
-from dynajax.models import parameter_specs, preset
-from dynajax.train.fit import batch_shards, fits, require_fit, similar
+from dynajax.models import preset
+from dynajax.train.fit import batch_shards, fits_evenly, require_fit, similar, surprises
 
-TINY, SMALL = parameter_specs(preset("tiny")), parameter_specs(preset("small"))
+TINY, SMALL, MOE = preset("tiny"), preset("small"), preset("moe-tiny")
 
 
 @pytest.mark.parametrize(
-    "text", ["dp2.tp4", "fsdp8", "tp8", "tp4", "tp4@4-7", "dp8", "dp2.tp4@7-0", "dp2.fsdp2.tp2", "dp3"]
+    "text", ["dp2.tp4", "fsdp8", "tp8", "tp4", "tp4@4-7", "dp8", "dp2.tp4@7-0", "pp2.tp2.cp2", "cp8", "pp4.dp2"]
 )
-def test_small_fits(text):
+def test_small_fits_evenly(text):
     require_fit(SMALL, Placement.parse(text), 8)
+    assert fits_evenly(SMALL, Placement.parse(text), 8)
 
 
 @pytest.mark.parametrize(
-    ("model", "text", "devices", "said"),
+    ("model", "text", "said"),
     [
-        (TINY, "tp8", 8, "tp8: tp = 8 does not divide kv_heads = 4 .*attention/k.*take tp = 1 or 2 or 4"),
-        (SMALL, "fsdp7", 8, "fsdp = 7 does not divide embed = 128 .*take fsdp = 4 or 8 or 16|fsdp = 7"),
-        (SMALL, "tp3.dp2", 8, "tp = 3 does not divide"),
-        (SMALL, "dp4.tp4", 8, "uses device 15, but there are 8.*take one of dp2.tp4, dp4.tp2"),
-        (SMALL, "tp4@5-8", 8, "uses device 8, but there are 8"),
-        (SMALL, "pp2.tp4", 8, "pp is not in this version; use dp, fsdp, tp"),
-        (SMALL, "cp2.tp4", 8, "cp is not in this version"),
-        (SMALL, "dp2.ep4", 8, "ep is not in this version"),
-        (SMALL, "tp4|tp4", 8, "several pipelines .* not in this version"),
+        (TINY, "tp8", "4 kv_heads are fewer than tp = 8, and each rank of tp computes them all"),
+        (TINY, "fsdp7", "embed is stored as 70, not 64, to be cut in equal parts"),
+        (SMALL, "tp3.dp2", "heads is stored as 18, not 16"),
+        (SMALL, "pp3.dp2", "layers is stored as 6, not 4"),
+        (SMALL, "dp2.ep4", "the model has no experts, so that ep = 4 is data parallel"),
+        (MOE, "ep3", "expert is stored as 9, not 8"),
     ],
 )
-def test_misfit_says_what_to_change(model, text, devices, said):
+def test_what_does_not_divide_fits_and_is_told(model, text, said):
+    placement = Placement.parse(text)
+    require_fit(model, placement, 8)
+    assert any(line.startswith(said) for line in surprises(model, placement.strategy))
+    assert not fits_evenly(model, placement, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "said"),
+    [
+        (SMALL, "dp4.tp4", "uses device 15, but there are 8.*take one of dp2.tp4, dp4.tp2"),
+        (SMALL, "tp4@5-8", "uses device 8, but there are 8"),
+        (SMALL, "pp8", "pp = 8 leaves pipeline stages without one of the 4 layers; take pp = 4 or less"),
+        (SMALL, "tp4|tp4", "several pipelines .* not in this version"),
+        (SMALL, "dp2.tp4/ep8", "the model is dense; drop the slash"),
+        (MOE, "dp4/ep2", "cannot be made of whole axes"),
+    ],
+)
+def test_misfit_says_what_to_change(model, text, said):
     with pytest.raises(StrategyError, match=said):
-        require_fit(model, Placement.parse(text), devices)
-    assert not fits(model, Placement.parse(text), devices)
+        require_fit(model, Placement.parse(text), 8)
+    assert not fits_evenly(model, Placement.parse(text), 8)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@ import pytest
 
 from dynajax.errors import RunError, StrategyError
 from dynajax.meshes import Placement
-from dynajax.models import parameter_specs, preset
+from dynajax.models import preset
 from dynajax.train.fit import require_fit
 from dynajax.train.schedule import Schedule, Switch, tour
 
-SMALL, TINY = parameter_specs(preset("small")), parameter_specs(preset("tiny"))
+SMALL, TINY = preset("small"), preset("tiny")
 
 
 def schedule(first: str, *switches: str) -> Schedule:
@@ -51,16 +51,16 @@ def test_a_resumed_run_makes_the_switch_of_its_first_step_itself():
 
 
 def test_the_tour_on_eight_devices():
-    assert tour(SMALL, 8, 60) == schedule("dp2.tp4", "10:fsdp8", "20:tp8", "30:tp4@0-3", "40:dp8", "50:dp2.tp4")
+    assert tour(SMALL, 8, 60) == schedule("dp2.tp4", "10:fsdp8", "20:pp2.cp2.tp2", "30:tp4@0-3", "40:dp8", "50:dp2.tp4")
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 6, 7, 8, 16])
 @pytest.mark.parametrize("steps", [1, 2, 5, 60])
 def test_a_tour_always_fits(devices: int, steps: int):
-    for parameters in (SMALL, TINY):
-        made = tour(parameters, devices, steps)
+    for model in (SMALL, TINY):
+        made = tour(model, devices, steps)
         made.require_within(0, steps)
         assert made.first.num_devices == devices
         for source, target in made.moves():
-            require_fit(parameters, target, devices)
+            require_fit(model, target, devices)
             assert source != target

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from train.small_runs import bits, data, job, random_state
+from train.small_runs import bits, closed_walk, data, job, random_state
 
 from dynajax.engine import reshard
 from dynajax.meshes import Placement
-from dynajax.train.state import TrainState, initial_state, shardings, state_specs
+from dynajax.train.state import TrainState, initial_state
 from dynajax.train.step import make_step
 
 
@@ -27,10 +29,11 @@ def test_the_global_norm_counts_every_element_once(strategy: str):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
 
     placement = Placement.parse(strategy)
-    shapes = jax.eval_shape(lambda: initial_state(params, optimizer, jax.random.key(0)))
+    state, mesh = initial_state(params, optimizer, jax.random.key(0)), placement.mesh(jax.devices())
     specs = {"w": PartitionSpec("fsdp", "tp"), "norm": PartitionSpec()}
-    layout = shardings(placement.mesh(jax.devices()), state_specs(shapes, specs))
-    state = jax.device_put(initial_state(params, optimizer, jax.random.key(0)), layout)
+    layout = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
+    layout = replace(layout, params=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    state = jax.device_put(state, layout)
 
     def loss(params, batch):
         return sum(jnp.sum(params[name] * g) for name, g in grads.items()) + 0.0 * batch
@@ -57,35 +60,23 @@ def test_the_state_of_every_pair_of_layouts_is_bit_equal():
     start = random_state(work, Placement.parse(LAYOUTS[0]))
     wanted, tree, state = bits(start), jax.tree.structure(start), start
     seen = set()
-    for source, target in _walk(len(LAYOUTS)):
+    for source, target in closed_walk(len(LAYOUTS)):
         layout = work.layout(Placement.parse(LAYOUTS[target]))
         state, report = reshard(state, layout, budget="64KB", donate=True)
         assert bits(state) == wanted, (LAYOUTS[source], LAYOUTS[target])
         assert jax.tree.structure(state) == tree
-        assert jax.tree.all(jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding, state, layout))
+        assert jax.tree.all(jax.tree.map(lambda leaf, stored: leaf.sharding == stored.sharding, state, layout))
         assert report.bytes_moved == report.bytes_lower_bound
         assert report.peak_extra_bytes <= report.budget_bytes
         seen.add((source, target))
     assert len(seen) == len(LAYOUTS) * (len(LAYOUTS) - 1)
 
 
-def _walk(count: int) -> list[tuple[int, int]]:
-    """A walk that takes each ordered pair of ``count`` nodes once: an Euler circuit, by Hierholzer's algorithm."""
-    left = {node: [n for n in range(count) if n != node] for node in range(count)}
-    stack, path = [0], []
-    while stack:
-        if left[stack[-1]]:
-            stack.append(left[stack[-1]].pop())
-        else:
-            path.append(stack.pop())
-    return list(zip(path[::-1], path[-2::-1], strict=False))
-
-
 def test_a_new_state_is_born_where_it_lies():
     work = job()
     placement = Placement.parse("dp2.tp4")
     state, one = work.initial_state(placement, 3), work.initial_state(Placement.parse("dp1"), 3)
-    assert jax.tree.all(jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding, state, work.layout(placement)))
+    assert jax.tree.all(jax.tree.map(lambda leaf, lies: leaf.sharding == lies.sharding, state, work.layout(placement)))
     assert isinstance(state.params["embed"]["tokens"].sharding, NamedSharding)
     for ours, alone in zip(jax.tree.leaves(state.params), jax.tree.leaves(one.params), strict=True):
         np.testing.assert_allclose(ours, alone, rtol=1e-5, atol=1e-6)

@@ -145,8 +145,8 @@ def test_rows_without_targets_do_not_count_and_an_empty_batch_does_no_harm():
 def test_a_refused_switch_leaves_training_as_it_was():
     running = trainer("dp2.tp4", budget=0)
     losses = [running.step().loss]
-    with pytest.raises(StrategyError, match="tp = 3 does not divide"):
-        running.prepare("tp3")
+    with pytest.raises(StrategyError, match="pp = 3 leaves pipeline stages"):
+        running.prepare("pp3")
     with pytest.raises(BudgetError, match="smallest budget"):
         running.prepare("fsdp8").wait()
     with pytest.raises(BudgetError, match="smallest budget"):
