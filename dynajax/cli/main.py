@@ -96,5 +96,11 @@ def _parse(command: Command, flags: list[str], defaults: Any = None) -> Any:
         if not end.code:
             raise
         lines = [line.strip(_BOX) for line in drawn.getvalue().splitlines()[1:]]
-        said = itertools.takewhile(bool, lines)  # up to the first rule of the box
+        lines = itertools.dropwhile(_is_rule, lines)
+        said = itertools.takewhile(lambda line: not _is_rule(line), lines)
         raise DynajaxError(f"{' '.join(said).rstrip('.')}; see {program} --help") from None
+
+
+def _is_rule(line: str) -> bool:
+    """True for the lines that part what is said in a box."""
+    return not line.strip("-")

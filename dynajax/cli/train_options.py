@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -43,6 +44,14 @@ class TrainOptions:
     """Tokens (bytes) of a row."""
     batch: int = 8
     """Rows of the global batch, whatever the strategy."""
+    microbatches: int | None = None
+    """Parts of a batch that follow one another through a pipeline. Default: two a pipeline stage, if there are rows."""
+    chunks: int = 1
+    """Runs of layers that each pipeline stage has; more than 1 interleaves the stages."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations and matrix products; parameters and moments are float32."""
+    remat: bool = False
+    """Compute each layer again in the backward pass, for less memory."""
     budget: str = "64MB"
     """Memory that a device may use during a switch above the larger of its old and new state."""
     lr: float = 1e-3

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import psutil
 
 from dynajax.bytesize import format_bytes, parse_bytes
@@ -18,7 +19,7 @@ from dynajax.engine.keys import is_key
 from dynajax.errors import RunError, StrategyError
 from dynajax.meshes import Placement
 from dynajax.models import LlamaConfig, count_parameters, preset
-from dynajax.train import Trainer
+from dynajax.train import StepOptions, Trainer
 from dynajax.train.fit import batch_shards, require_fit, similar, surprises
 from dynajax.train.recipe import adamw
 from dynajax.train.schedule import Schedule, Switch, tour
@@ -66,6 +67,7 @@ class Setup:
             devices=devices,
             seed=options.seed,
             budget=options.budget,
+            options=step_options(options),
         )
         _require_memory(made, self.placements)
         for source, target in self.schedule.moves():
@@ -88,6 +90,15 @@ class Setup:
                     f"none with --batch {rows + fillers}"
                 )
         return found
+
+
+def step_options(options: TrainOptions) -> StepOptions:
+    """How a step runs.
+
+    Raises:
+        StrategyError: a number makes no sense.
+    """
+    return StepOptions(options.microbatches, options.chunks, jnp.dtype(options.dtype), options.remat)
 
 
 def check(options: TrainOptions) -> Setup:
@@ -118,6 +129,7 @@ def check(options: TrainOptions) -> Setup:
 
 def _require_numbers(options: TrainOptions, begin: int) -> None:
     parse_bytes(options.budget)
+    step_options(options)
     if options.devices < 1:
         raise RunError(f"--devices {options.devices}: give 1 or more")
     if options.steps <= begin:

@@ -1,5 +1,6 @@
 """The training loop: state, step, switches, checkpoints and records."""
 
+from dynajax.train.job import StepOptions as StepOptions
 from dynajax.train.prepare import Preparation as Preparation
 from dynajax.train.record import StepReport as StepReport
 from dynajax.train.record import SwitchReport as SwitchReport

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.data import Batch
 from dynajax.engine import Stored, reshard
+from dynajax.errors import StrategyError
 from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, init
 from dynajax.runtime import Propagation
@@ -46,12 +47,20 @@ class StepOptions:
         chunks: runs of layers that a pipeline stage has; more than 1 interleaves the stages.
         dtype: of activations and matrix products.
         remat: compute each layer again in the backward pass.
+
+    Raises:
+        StrategyError: a number is below 1.
     """
 
     microbatches: int | None = None
     chunks: int = 1
     dtype: Any = jnp.float32
     remat: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("microbatches", self.microbatches), ("chunks", self.chunks)):
+            if value is not None and value < 1:
+                raise StrategyError(f"{name} is {value}: give 1 or more")
 
 
 DEFAULT_OPTIONS = StepOptions()
