@@ -3,10 +3,12 @@
 Each model-parallel rank lays its shards end to end in a bucket, layer by layer, and the ranks that
 would otherwise hold copies of the bucket take equal slices of it (Rajbhandari et al., 2020). What a
 slice has of a tensor is one run of that tensor's elements, so it is a few boxes. Experts fold over the
-devices of a pipeline stage in their own way and have a bucket of their own.
+devices of a pipeline stage in their own way and have a bucket of their own, in which a layer is laid out
+expert by expert.
 
-The order inside a layer is that of published systems (Shoeybi et al., Megatron-LM, 2019): kernels as they
-run, each with its output dim slowest, those alike side by side (gate with up, k with v) taking turns in blocks.
+The order inside a layer, or inside an expert of a layer, is that of published systems (Shoeybi et al., Megatron-LM,
+2019): kernels as they run, each with its output dim slowest, those alike side by side (gate with up, k with v) taking
+turns in blocks.
 """
 
 from __future__ import annotations
@@ -93,6 +95,7 @@ class _Shards:
         order: its dims in the order in which a bucket stores them, the slowest first.
         kind: equal for neighbours that take turns in blocks.
         layers: how many layers there are; 0 for a tensor without.
+        experts: how many experts of a layer each rank has, shape (ranks,); 1 for a tensor that has none.
         last: a tensor without layers is on the last pipeline stage, not the first.
         lo, hi: box on each model-parallel rank, shape (ranks, dims).
     """
@@ -101,30 +104,35 @@ class _Shards:
     order: tuple[int, ...]
     kind: object
     layers: int
+    experts: Ints
     last: bool
     lo: Ints
     hi: Ints
 
     @property
     def volumes(self) -> Ints:
-        """Elements on each rank, of one layer if there are layers."""
-        return algebra.volumes(self.lo, self.hi) // max(self.layers, 1)
+        """Elements on each rank, of one layer if there are layers, and in it of one expert if there are experts."""
+        return algebra.volumes(self.lo, self.hi) // max(self.layers, 1) // np.maximum(self.experts, 1)
 
 
 def _shards(place: Fold, tensor: Tensor, axes: Sequence[str | None], rules: Rules, last: bool) -> _Shards:
     order = _storage_order(axes, len(tensor.shape))
     layers = tensor.shape[order[0]] if "layers" in axes else 0
     kind = (tensor.path.rpartition("[")[0], tensor.shape, tuple(axes))
-    return _Shards(tensor.shape, order, kind, layers, last, *cut_boxes(place.model, tensor.shape, axes, rules))
+    lo, hi = cut_boxes(place.model, tensor.shape, axes, rules)
+    experts = (hi - lo)[:, axes.index("expert")] if layers and is_expert(axes) else np.ones(len(lo), np.int64)
+    return _Shards(tensor.shape, order, kind, layers, experts, last, lo, hi)
 
 
 def _tilings(place: Fold, shards: Sequence[_Shards]) -> list[Tiling]:
     """Lay the shards end to end on each (pipeline stage, model rank) and cut the buckets over the data ranks."""
     stages, slices, _ = place.devices.shape
-    heights = {s.layers for s in shards if s.layers}
+    heights = {(s.layers, int(s.experts.sum())) for s in shards if s.layers}
     if len(heights) > 1:
-        raise LayoutError(f"a bucket of stacks of {sorted(heights)} layers has no order; give stacks of one height")
-    first_layer = np.arange(stages + 1) * max(heights, default=0) // stages
+        raise LayoutError(
+            f"a bucket of stacks of unlike numbers of layers and experts, {sorted(heights)}, has no order; make them alike"
+        )
+    first_layer = np.arange(stages + 1) * max((s.layers for s in shards), default=0) // stages
     parts = _Parts.of(shards, first_layer, stages)
     cuts = np.arange(slices + 1) * parts.total[..., None] // slices
     return [_tiling(place, s, first_layer, parts.before(k, cuts)) for k, s in enumerate(shards)]
@@ -136,7 +144,7 @@ class _Parts:
 
     Attributes:
         shards: all tensors.
-        volumes: elements on each rank, of one layer if there are layers, shape (tensors, ranks).
+        volumes: elements on each rank, as ``_Shards`` counts them, shape (tensors, ranks).
         head, layers, tail: elements of the three parts, shape (stages, ranks).
     """
 
@@ -154,7 +162,8 @@ class _Parts:
         head, tail = np.zeros((stages, volumes.shape[1]), np.int64), np.zeros((stages, volumes.shape[1]), np.int64)
         head[0] = volumes[~layered & ~last].sum(axis=0)
         tail[-1] = volumes[~layered & last].sum(axis=0)
-        return _Parts(shards, volumes, head, np.diff(first_layer)[:, None] * volumes[layered].sum(axis=0), tail)
+        units = np.diff(first_layer)[:, None] * np.max([s.experts for s in shards], axis=0)
+        return _Parts(shards, volumes, head, units * volumes[layered].sum(axis=0), tail)
 
     @property
     def total(self) -> Ints:
@@ -173,9 +182,9 @@ class _Parts:
         return np.clip(cuts - start[..., None], 0, np.where(part > 0, self.volumes[tensor], 0)[..., None])
 
     def _in_layers(self, tensor: int, peers: Sequence[int], at: Ints) -> Ints:
-        """Elements of a layered tensor before position ``at`` of the layers."""
-        layer = self.volumes[peers].sum(axis=0)
-        whole, rest = np.divmod(at, np.maximum(layer, 1)[:, None])
+        """Elements of a layered tensor before position ``at`` of the layers, or of the experts of all layers."""
+        unit = self.volumes[peers].sum(axis=0)
+        whole, rest = np.divmod(at, np.maximum(unit, 1)[:, None])
         kind = self.shards[tensor].kind
         alike = [k for k in peers if self.shards[k].kind == kind]
         start = self.volumes[[k for k in peers if k < alike[0]]].sum(axis=0)

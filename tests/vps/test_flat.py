@@ -1,5 +1,7 @@
 """Flat ZeRO-1 layouts against buckets that are really laid out and cut."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -81,10 +83,11 @@ def buckets(space, strategy, experts):
             entries = []
             if stage == 0 and not experts:
                 entries.append(("['embed']", stored("['embed']", numbered["['embed']"], rank, tp, ep)))
-            for layer in part(5, stage, sizes["pp"]):
+            parts = [[e] for e in part(5, rank[1], ep)] if experts else [None]
+            for layer, one in itertools.product(part(5, stage, sizes["pp"]), parts):
                 for names in TURNS:
                     mine = [p for p in names if ("expert" in AXES[p]) == experts]
-                    shards = [stored(p, numbered[p][layer], rank, tp, ep) for p in mine]
+                    shards = [stored(p, numbered[p][layer], rank, tp, ep, one) for p in mine]
                     for block in range(8):
                         for path, shard in zip(mine, shards, strict=True):
                             entries.append((path, shard[block * len(shard) // 8 : (block + 1) * len(shard) // 8]))
@@ -93,13 +96,15 @@ def buckets(space, strategy, experts):
             yield devices, entries
 
 
-def stored(path, array, rank, tp, ep):
-    """One model rank's shard, flattened as the bucket stores it."""
+def stored(path, array, rank, tp, ep, one=None):
+    """One model rank's shard, or ``one`` expert of it, flattened as the bucket stores it."""
     index = []
     axes = [a for a in AXES[path] if a != "layers"]
     for n, name in zip(array.shape, axes, strict=True):
         rule = PARAMETER_RULES[name] if name else ()
-        if "tp" in rule:
+        if name == "expert" and one:
+            index.append(one)
+        elif "tp" in rule:
             index.append(part(n, rank[0], tp, name == "kv_heads"))
         elif "ep" in rule and len(rank) > 1:
             index.append(part(n, rank[1], ep))
