@@ -37,18 +37,19 @@ def build_plan(
         memory: what can be freed, and when.
 
     Raises:
-        LayoutError: the layouts are of different spaces, or the source does not cover the target.
+        LayoutError: the layouts are of different spaces, the source lacks what the target needs, or the target is
+            partial.
         BudgetError: the budget cannot hold the smallest stages.
         TopologyError: the topology lacks a device or a link.
     """
     _require_one_space(source, target)
     devices = max(source.num_devices, target.num_devices, 1)
-    cut = memory is Memory.PACKED or (topology is not None and topology.num_nodes > 1)
+    passed_on = memory is Memory.PACKED or (topology is not None and topology.num_nodes > 1)
     members = _by_geometry(source, target)
     sizes = [t.itemsize for t in source.space]
     geometries = [
         Geometry(
-            diff(before, after, disjoint=cut),
+            diff(before, after, disjoint=passed_on or before.partial),
             unchanged_devices(before, after) if alone else np.empty(0, np.int64),
             [sizes[k] for k in rows],
         )

@@ -77,8 +77,10 @@ def diff(source: Tiling, target: Tiling, disjoint: bool = False) -> Demand:
         disjoint: cut overlapping target boxes too, so that no two pieces share an element.
 
     Raises:
-        LayoutError: the shapes differ, or the source lacks something that the target needs.
+        LayoutError: the shapes differ, the target is partial, or the source lacks something that the target needs.
     """
+    if target.partial:
+        raise LayoutError(f"the target of shape {target.shape} is partial: a move sums parts and makes none")
     if source.shape != target.shape:
         raise LayoutError(f"source shape {source.shape} is not the target shape {target.shape}")
     atoms, wanted = atoms_of(source), atoms_of(target) if disjoint else _distinct(target)
@@ -124,8 +126,8 @@ def _own_rows(atoms: Atoms, holder: Ints, atom: Ints, device: Ints) -> Ints:
 
 
 def unchanged_devices(source: Tiling, target: Tiling) -> Ints:
-    """Devices whose buffer holds the same elements at the same places before and after."""
-    if source.room != target.room:
+    """Devices whose buffer holds the same elements at the same places before and after; none if parts are summed."""
+    if source.partial or source.room != target.room:
         return np.empty(0, np.int64)
     order = [np.lexsort((t.region.offset, t.holder)) for t in (source, target)]
     width = 1 + max((int(t.holder.max(initial=-1)) for t in (source, target)), default=-1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynajax.planner.route import Bools, Route
-from dynajax.vps.region import Ints, dense_strides
+from dynajax.vps.region import Ints
 from dynajax.vps.tiling import sums
 
 MOMENTS = 6
@@ -27,8 +27,8 @@ class Rows:
 
     Attributes:
         route, row: where each piece is from.
-        sender, receiver, nbytes, relayed: as in ``Route``, bytes over all tensors.
-        place: first element of the piece in the flattened tensor; pieces of a route with one place are one box.
+        sender, receiver, nbytes, relayed, added: as in ``Route``, bytes over all tensors.
+        place: as in ``Route``; pieces of a route with one place are one box.
         unit: source piece that it reads, which its sender frees as a whole; −1 if it is relayed or kept.
     """
 
@@ -38,6 +38,7 @@ class Rows:
     receiver: Ints
     nbytes: Ints
     relayed: Bools
+    added: Bools
     place: Ints
     unit: Ints
 
@@ -51,15 +52,12 @@ class Rows:
         receiver = np.concatenate([none, *(r.receiver for r, _ in routes)])
         nbytes = np.concatenate([none, *(r.volumes * itemsize for r, itemsize in routes)])
         relayed = np.concatenate([no, *(r.relayed for r, _ in routes)])
-        place = np.concatenate([none, *((r.lo * dense_strides(r.source.shape)).sum(axis=1) for r, _ in routes)])
+        added = np.concatenate([no, *(r.added for r, _ in routes)])
+        place = np.concatenate([none, *(r.place for r, _ in routes)])
         stays = np.concatenate([no, *(np.isin(r.sender, r.kept) for r, _ in routes)])
         unit, freed = np.full(len(route), -1), np.flatnonzero(~relayed & ~stays)
         unit[freed] = alike(route[freed], place[freed], sender[freed])
-        return Rows(route, row, sender, receiver, nbytes, relayed, place, unit)
-
-    def take(self, rows: Ints) -> Rows:
-        """The pieces at ``rows``."""
-        return Rows(*(part[rows] for part in vars(self).values()))
+        return Rows(route, row, sender, receiver, nbytes, relayed, added, place, unit)
 
 
 def alike(*keys: Ints) -> Ints:
@@ -104,7 +102,7 @@ def packed_live(routes: Routes, source: Ints, donate: bool) -> Ints:
         (0, rows.sender, sent, 1),
         (2, rows.receiver, sent, 1),
         (3, rows.sender, sent, -1),
-        (4, rows.receiver, np.ones_like(sent), 1),
+        (4, rows.receiver, ~rows.added, 1),
         (5, rows.receiver, sent, -1),
     ):
         np.add.at(change, (2 + MOMENTS * stage[chosen] + moment, end[chosen]), sign * rows.nbytes[chosen])

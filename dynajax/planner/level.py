@@ -40,6 +40,13 @@ class Items:
     group: NDArray[np.uint64]
     volume: Ints
 
+    @staticmethod
+    def of(devices: Ints, begin: Ints, count: Ints, duty: Ints, volume: Ints) -> Items:
+        """The questions with their groups."""
+        running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(_scattered(devices), dtype=np.uint64)])
+        group = running[begin + count] - running[begin] + _scattered(count * _DUTIES + duty)
+        return Items(devices, begin, count, duty, group, volume)
+
 
 def level(items: Sequence[Items], weights: Sequence[Ints], devices: int) -> list[list[Ints]]:
     """Answer all items of all lanes together.
@@ -123,3 +130,11 @@ def _poured(sorted_load: Ints, amount: int) -> Ints:
     wet = int(np.searchsorted(below, amount, side="left")) or 1
     level = (amount + int(sorted_load[:wet].sum())) / wet
     return np.cumsum(np.maximum(level - sorted_load, 0) * (np.arange(len(sorted_load)) < wet))
+
+
+def _scattered(number: Ints) -> NDArray[np.uint64]:
+    """Well mixed 64-bit words of integers (Steele et al., SplitMix, 2014), so that sums of them tell sets apart."""
+    word = number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x632BE59BD9B4E019)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))

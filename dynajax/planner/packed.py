@@ -20,14 +20,14 @@ from dynajax.planner.ledger import Routes, Rows, packed_peak
 from dynajax.planner.memory import Footprint
 from dynajax.planner.route import Route
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints, dense_strides
+from dynajax.vps.region import Ints
 from dynajax.vps.tiling import sums
 
 _TRIES = 8
 _FINENESS = 8
 """A slice is cut again until it is below this share of what a device takes in a stage; twice as fine after each try."""
 _MOST = 400_000
-"""Slices, and stages of devices, beyond which a plan is refused as too fine."""
+"""Slices, beyond one a piece, and stages of devices, beyond which a plan is refused as too fine."""
 _GOLDEN = 0.6180339887498949
 
 
@@ -70,11 +70,11 @@ def _fit(
     routes: Routes, source: Ints, target: Ints, budget: int, donate: bool
 ) -> tuple[tuple[Route, ...], Footprint] | None:
     """The fewest stages, found by a few tries, that stay within the budget; None if none does."""
-    load = _largest_load(Rows.of(routes), len(source))
+    load, pieces = _largest_load(Rows.of(routes), len(source)), sum(len(r.lo) for r, _ in routes)
     stages, fineness = max(-(-load // max(budget, 1)), 1), _FINENESS
     for _ in range(_TRIES):
         grain = max(load // (stages * fineness), 1)
-        if _slices(routes, stages, grain) + stages * len(source) > _MOST:
+        if _slices(routes, stages, grain) - pieces + (stages - 1) * len(source) > _MOST:
             return None
         staged = tuple(_staged(route, itemsize, stages, grain) for route, itemsize in routes)
         peak = packed_peak([(r, itemsize) for r, (_, itemsize) in zip(staged, routes, strict=True)], source, donate)
@@ -104,8 +104,7 @@ def _staged(route: Route, itemsize: int, stages: int, grain: int) -> Route:
     """The route with pieces cut in up to ``stages`` slices of ``grain`` bytes or more, each in its stage."""
     slices = np.clip(-(-route.volumes * itemsize // grain), 1, stages)
     row, part, count, lo, hi = _cut(route.lo, route.hi, slices)
-    place = (route.lo * dense_strides(route.source.shape)).sum(axis=1)
-    _, piece = np.unique(place, return_inverse=True)
+    _, piece = np.unique(route.place, return_inverse=True)
     phase = (piece.ravel() * _GOLDEN) % 1.0
     relayed = route.relayed[row]
     stage = ((part + phase[row]) / count * stages).astype(np.int64) + relayed
@@ -116,6 +115,7 @@ def _staged(route: Route, itemsize: int, stages: int, grain: int) -> Route:
         target_row=route.target_row[row],
         source_row=route.source_row[row],
         relayed=relayed,
+        added=route.added[row],
         stage=stage,
     )
 

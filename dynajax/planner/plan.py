@@ -15,9 +15,10 @@ import numpy as np
 
 from dynajax.bytesize import format_bytes
 from dynajax.meshes import Topology
+from dynajax.planner.bounds import least_between, least_sent
 from dynajax.planner.memory import Footprint, Memory
 from dynajax.planner.rounds import Rounds, coloured_rounds
-from dynajax.planner.route import Copies, Route, missing
+from dynajax.planner.route import Copies, Route
 from dynajax.vps.region import Ints
 from dynajax.vps.space import Tensor
 from dynajax.vps.tiling import Arrays, Tiling, sums
@@ -141,30 +142,33 @@ class Plan:
 
     @property
     def bytes_retained(self) -> int:
-        """Bytes of the target that their devices hold already."""
-        return self.bytes_needed - self.bytes_moved
+        """Bytes that are used where they are: of the target, or of parts of its sums."""
+        summed = sum(int(route.volumes[route.added].sum()) * itemsize for route, itemsize in self.routes)
+        return self.bytes_needed + summed - self.bytes_moved
 
     @cached_property
     def bytes_lower_bound(self) -> int:
-        """Bytes that any plan must send: what a device needs and does not hold, from the layouts alone."""
-        return sum(route.lower_bound * itemsize for route, itemsize in self.routes)
+        """Bytes that any plan must send, from the layouts alone (``planner.bounds``)."""
+        return sum(least_sent(route.source, route.target, self._node) * itemsize for route, itemsize in self.routes)
 
     @cached_property
     def bytes_inter_node(self) -> int:
         """Bytes that cross from one node of the topology to another."""
-        if self.topology is None:
-            return 0
-        node = self.topology.node
+        node = self._node
         crosses = node[self.traffic.sender] != node[self.traffic.receiver]
         return int(self.traffic.nbytes[crosses].sum())
 
     @cached_property
     def bytes_inter_node_lower_bound(self) -> int:
-        """Bytes that must cross: what the devices of a node need and none of them holds, once a node."""
+        """Bytes that must cross, from the layouts alone (``planner.bounds``)."""
         if self.topology is None:
             return 0
-        node = self.topology.node
-        return sum(missing(route.source, route.target, node) * itemsize for route, itemsize in self.routes)
+        return sum(least_between(route.source, route.target, self._node) * itemsize for route, itemsize in self.routes)
+
+    @property
+    def _node(self) -> Ints:
+        """Node of each device; one for all without a topology."""
+        return np.zeros(max(self.num_devices, 1), np.int64) if self.topology is None else self.topology.node
 
     @cached_property
     def busiest_device_bytes(self) -> int:

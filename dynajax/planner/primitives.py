@@ -1,4 +1,4 @@
-"""Primitives: which parts of a plan are a broadcast, scatter, gather, all-gather or all-to-all.
+"""Primitives: which parts of a plan are a broadcast, scatter, gather, all-gather or all-to-all, or a sum of their kind.
 
 Devices that exchange pieces of one geometry, directly or through others, form a group. The group's pieces say
 what it does; what has no name is point to point. A name is a chance, not a duty: a transport that has a fast
@@ -16,7 +16,7 @@ from scipy.sparse.csgraph import connected_components
 
 from dynajax.planner.plan import Plan
 from dynajax.planner.route import Route
-from dynajax.vps.region import Ints, dense_strides
+from dynajax.vps.region import Ints
 
 
 class Primitive(Enum):
@@ -27,6 +27,9 @@ class Primitive(Enum):
     GATHER = "gather"
     ALL_GATHER = "all-gather"
     ALL_TO_ALL = "all-to-all"
+    REDUCE = "reduce"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
     POINT_TO_POINT = "point to point"
 
 
@@ -65,7 +68,7 @@ def _operations(route: Route, itemsize: int, paths: tuple[str, ...]) -> list[Ope
     rows = np.flatnonzero(route.sent)
     if not len(rows):
         return []
-    place = (route.lo * dense_strides(route.source.shape)).sum(axis=1)
+    place = route.place
     sender, receiver = route.sender[rows], route.receiver[rows]
     size = 1 + int(max(sender.max(), receiver.max()))
     graph = coo_array((np.ones(len(rows)), (sender, receiver)), shape=(size, size))
@@ -74,10 +77,10 @@ def _operations(route: Route, itemsize: int, paths: tuple[str, ...]) -> list[Ope
     found: list[Operation] = []
     order = np.argsort(group, kind="stable")
     for mine in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
-        s, r = sender[mine], receiver[mine]
+        s, r, p = sender[mine], receiver[mine], place[rows][mine]
         found.append(
             Operation(
-                _named(s, r, place[rows][mine], bool(stays[mine].all())),
+                _named_sum(s, r, p) if route.source.partial else _named(s, r, p, bool(stays[mine].all())),
                 tuple(np.unique(s).tolist()),
                 tuple(np.unique(r).tolist()),
                 paths,
@@ -118,4 +121,18 @@ def _named(sender: Ints, receiver: Ints, place: Ints, keeps: bool) -> Primitive:
         pairs = len(np.unique(np.stack([sender, receiver], axis=1), axis=0))
         if not keeps and (readers == 1).all() and pairs == len(senders) * (len(senders) - 1):
             return Primitive.ALL_TO_ALL
+    return Primitive.POINT_TO_POINT
+
+
+def _named_sum(sender: Ints, receiver: Ints, place: Ints) -> Primitive:
+    """The name of what a connected group does with parts that are summed; arguments as for ``_named``."""
+    senders, receivers = np.unique(sender), np.unique(receiver)
+    _, messages = np.unique(place, return_counts=True)
+    if len(receivers) == 1:
+        return Primitive.REDUCE
+    if np.array_equal(senders, receivers):
+        if (messages == len(senders) - 1).all():
+            return Primitive.REDUCE_SCATTER
+        if (messages == 2 * (len(senders) - 1)).all():
+            return Primitive.ALL_REDUCE
     return Primitive.POINT_TO_POINT

@@ -3,7 +3,8 @@
 What is shown, for every route: both layouts cover the tensor and hold nothing twice; a piece is read where
 its sender has it (or was sent it before, if relayed) and lands inside what its receiver shall have; pieces
 of a device are disjoint and fill all that it shall have, but for buffers that stay, which hold the same
-elements at the same places. For the plan: bytes moved, and bytes between nodes, are the least the layouts
+elements at the same places. If the source is partial, a piece is written once and then added to, by the parts of
+all holders, each once. For the plan: bytes moved, and bytes between nodes, are the least the layouts
 allow, every piece is in one stage, and the peak is what the ledger says and within the budget.
 """
 
@@ -35,6 +36,7 @@ def prove(plan: Plan) -> None:
         route.source.validate(name)
         route.target.validate(name)
         _prove_reads(route, name)
+        _prove_sums(route, name)
         _prove_relays(route, name)
         _prove_kept(route, name)
         _prove_complete(route, name, plan.num_devices)
@@ -56,9 +58,37 @@ def _prove_reads(route: Route, name: str) -> None:
             raise CheckError(f"{name}: piece {int(np.argmin(inside))} is read or written outside of its box")
 
 
+def _prove_sums(route: Route, name: str) -> None:
+    """Of a partial source every written box gets the parts of all holders, each once; of another none is added."""
+    if not route.source.partial:
+        if route.added.any():
+            raise CheckError(f"{name}: something is added to a copy")
+        return
+    if len(route.kept):
+        raise CheckError(f"{name}: a part is kept as if it were the sum")
+    direct = np.flatnonzero(~route.relayed)
+    box = np.stack([route.target_row, route.place], axis=1)[direct]
+    _, first, of_box = np.unique(box, axis=0, return_index=True, return_inverse=True)
+    of_box = of_box.ravel()
+    written = direct[first]
+    alike = route.added[direct] == (direct != written[of_box])
+    for part in (route.lo, route.hi, route.stages_of_pieces()[:, None]):
+        alike &= (part[direct] == part[written[of_box]]).all(axis=1)
+    if not alike.all():
+        raise CheckError(f"{name}: piece {int(direct[np.argmin(alike)])} is not added to what is written before it")
+    source = route.source.region
+    i, j = algebra.overlaps(route.lo[written], route.hi[written], source.lo, source.hi)
+    lo, hi = np.maximum(route.lo[written[i]], source.lo[j]), np.minimum(route.hi[written[i]], source.hi[j])
+    parts = sums(i, algebra.volumes(lo, hi), len(written))
+    got = sums(of_box, route.volumes[direct], len(written))
+    senders = np.unique(np.stack([of_box, route.sender[direct]], axis=1), axis=0)
+    if len(senders) != len(direct) or (got != parts).any():
+        raise CheckError(f"{name}: a sum lacks the part of a holder, or has it twice")
+
+
 def _prove_relays(route: Route, name: str) -> None:
     """What is passed on was sent to its sender by a holder, in an earlier stage or earlier in this one."""
-    passed, direct = np.flatnonzero(route.relayed), np.flatnonzero(~route.relayed)
+    passed, direct = np.flatnonzero(route.relayed), np.flatnonzero(~route.relayed & ~route.added)
     if not len(passed):
         return
     want = _with_device(route.sender[passed], route.lo[passed], route.hi[passed])
@@ -89,11 +119,12 @@ def _prove_kept(route: Route, name: str) -> None:
 
 def _prove_complete(route: Route, name: str, devices: int) -> None:
     """Pieces of a device are disjoint and add up to what it shall have."""
-    if not algebra.are_disjoint(*_with_device(route.receiver, route.lo, route.hi)):
+    rows = ~route.added
+    if not algebra.are_disjoint(*_with_device(route.receiver[rows], route.lo[rows], route.hi[rows])):
         raise CheckError(f"{name}: an element is written twice")
     wanted = _elements(route.target, devices)
     wanted[route.kept] = 0
-    got = sums(route.receiver, route.volumes, devices)
+    got = sums(route.receiver[rows], route.volumes[rows], devices)
     if (got != wanted).any():
         device = int(np.argmax(got != wanted))
         raise CheckError(f"{name}: device {device} gets {int(got[device])} elements and needs {int(wanted[device])}")

@@ -1,16 +1,20 @@
-"""Routes: where one geometry's pieces come from. A value, shared by all tensors that have the geometry."""
+"""Routes: where one geometry's pieces come from. A value, shared by all tensors that have the geometry.
+
+If the source is partial, a box of the target has a piece from every holder: the first is written, the others are
+added to it in the order of their rows.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints
+from dynajax.vps.region import Ints, dense_strides
 from dynajax.vps.tiling import Tiling
 
 Bools = NDArray[np.bool_]
@@ -22,6 +26,7 @@ class Copies:
 
     A row whose source is its target stays on its device: it is retained, and only its place in the buffer changes.
     A relayed row is read from its source's *target* buffer, once the rows that are not relayed have filled it.
+    An added row is added to what an earlier row wrote at the same place.
     """
 
     source: Ints
@@ -32,6 +37,7 @@ class Copies:
     target_offset: Ints
     target_stride: Ints
     relayed: Bools
+    added: Bools
 
     @cached_property
     def volumes(self) -> Ints:
@@ -55,6 +61,7 @@ class Route:
         target_row: row of the target tiling that the piece fills.
         source_row: row that the piece is read from: of the source tiling, or of the target tiling if relayed.
         relayed: True if the sender passes on what was sent to it.
+        added: True if the piece is added to one before it that fills the same box.
         stage: stage in which each piece is copied; None if the whole tensor is in one stage.
     """
 
@@ -66,6 +73,7 @@ class Route:
     target_row: Ints
     source_row: Ints
     relayed: Bools
+    added: Bools
     stage: Ints | None = None
 
     @cached_property
@@ -86,6 +94,11 @@ class Route:
     def volumes(self) -> Ints:
         """Elements of each piece."""
         return algebra.volumes(self.lo, self.hi)
+
+    @cached_property
+    def place(self) -> Ints:
+        """First element of each piece in the flattened tensor."""
+        return (self.lo * dense_strides(self.source.shape)).sum(axis=1)
 
     @property
     def sent(self) -> Bools:
@@ -113,56 +126,14 @@ class Route:
             self.target.region.address(t, self.lo),
             self.target.region.stride[t],
             self.relayed,
+            self.added,
         )
-
-    @cached_property
-    def lower_bound(self) -> int:
-        """Elements, summed over devices, that a device needs and does not hold; from the tilings alone."""
-        return missing(self.source, self.target, None)
 
     @cached_property
     def key(self) -> bytes:
         """Equal for routes that say the same."""
         digest = hashlib.sha256(self.source.key + self.target.key)
         stage = np.zeros(0, np.int64) if self.stage is None else self.stage
-        for part in (self.kept, self.lo, self.hi, self.target_row, self.source_row, self.relayed, stage):
+        for part in (self.kept, self.lo, self.hi, self.target_row, self.source_row, self.relayed, self.added, stage):
             digest.update(np.ascontiguousarray(part).tobytes())
         return digest.digest()
-
-    def take(self, rows: Ints | Bools) -> Route:
-        """The route with only some of its pieces, as arrays of its own."""
-        return replace(
-            self,
-            lo=self.lo[rows],
-            hi=self.hi[rows],
-            target_row=self.target_row[rows],
-            source_row=self.source_row[rows],
-            relayed=self.relayed[rows],
-            stage=None if self.stage is None else self.stage[rows],
-        )
-
-
-def missing(source: Tiling, target: Tiling, place: Ints | None) -> int:
-    """Elements, summed over places, that a place needs in ``target`` and does not hold in ``source``.
-
-    Args:
-        source, target: tilings of one tensor.
-        place: place of each device, such as its node; None if each device is a place of its own.
-    """
-    need_lo, need_hi = _at_places(target, place)
-    have_lo, have_hi = _at_places(source, place)
-    i, j = algebra.overlaps(have_lo, have_hi, need_lo, need_hi)
-    held = algebra.volumes(np.maximum(have_lo[i], need_lo[j]), np.minimum(have_hi[i], need_hi[j]))
-    return int(algebra.volumes(need_lo, need_hi).sum() - held.sum())
-
-
-def _at_places(tiling: Tiling, place: Ints | None) -> tuple[Ints, Ints]:
-    """Disjoint boxes with the place as a first dim."""
-    at = tiling.holder if place is None else place[tiling.holder]
-    lo = np.concatenate([at[:, None], tiling.region.lo], axis=1)
-    hi = np.concatenate([at[:, None] + 1, tiling.region.hi], axis=1)
-    if place is not None:
-        lo, hi, _ = algebra.unique_boxes(lo, hi)
-        if not algebra.are_disjoint(lo, hi):
-            lo, hi = algebra.refine(lo, hi)
-    return lo, hi

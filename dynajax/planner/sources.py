@@ -4,7 +4,8 @@ The device itself comes first, then a holder in the same node, then the nearest 
 that several devices of a node need and none there holds crosses to the node once, to one of them, and
 is passed on inside. Where there is a choice, loads are levelled: all needs with the same candidates
 share them out like water over uneven ground, and a few sweeps over the sets of candidates bring the
-busiest sender near the least that any choice allows (see ``planner.level``).
+busiest sender near the least that any choice allows (see ``planner.level``). Parts that are to be summed
+leave no such choice: all their holders send (see ``planner.summed``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dynajax.meshes import Topology
 from dynajax.planner.diff import Demand
 from dynajax.planner.level import Items, level
 from dynajax.planner.route import Route
+from dynajax.planner.summed import Summed, by_node
 from dynajax.vps.region import Ints
 from dynajax.vps.tiling import sums
 
@@ -53,8 +55,8 @@ def choose_sources(geometries: Sequence[Geometry], devices: int, topology: Topol
         TopologyError: the topology lacks a device, or a link that the move needs.
     """
     domains = _domains(topology, devices)
-    choices = [_Choices(g, domains) for g in geometries]
-    lanes = [_lanes(c, g.itemsizes) for c, g in zip(choices, geometries, strict=True)]
+    choices = [Summed(g.demand, domains) if g.demand.source.partial else _Choices(g, domains) for g in geometries]
+    lanes = [_lanes(c.items, g.itemsizes) for c, g in zip(choices, geometries, strict=True)]
     weights = [
         sums(lane, np.asarray(g.itemsizes), int(lane.max()) + 1) for lane, g in zip(lanes, geometries, strict=True)
     ]
@@ -77,13 +79,13 @@ def _domains(topology: Topology | None, devices: int) -> Ints:
     return topology.domains[min(1, len(topology.domains) - 1) :, :devices]
 
 
-def _lanes(choices: _Choices, itemsizes: Sequence[int]) -> Ints:
+def _lanes(items: Items, itemsizes: Sequence[int]) -> Ints:
     """Lane of each tensor. Tensors of a lane share a route; a few lanes let a set of many holders share few needs."""
-    open_items = choices.items.count > 1
+    open_items = items.count > 1
     lanes = 1
     if open_items.any():
-        _, first, needs = np.unique(choices.items.group[open_items], return_index=True, return_counts=True)
-        lanes = min(int(np.ceil(choices.items.count[open_items][first] / needs).max()), len(itemsizes), _MAX_LANES)
+        _, first, needs = np.unique(items.group[open_items], return_index=True, return_counts=True)
+        lanes = min(int(np.ceil(items.count[open_items][first] / needs).max()), len(itemsizes), _MAX_LANES)
     order = np.argsort(-np.asarray(itemsizes), kind="stable")
     lane = np.empty(len(order), np.int64)
     lane[order] = np.arange(len(order)) % lanes
@@ -108,7 +110,7 @@ class _Choices:
         self._table_devices: list[Ints] = []
         self._asked: list[tuple[Ints, Ints, Ints, int]] = []
         waiting = self._ask(np.flatnonzero(self.row < 0), domains[0], duty=0)
-        self._group(waiting, domains[0])
+        self.members, self.first = by_node(waiting, self.piece[waiting], self.device[waiting], domains[0])
         askers = self.members[self.first[:-1]]
         for tier in domains[1:]:
             askers = self._ask(askers, tier, duty=1)
@@ -138,15 +140,6 @@ class _Choices:
         self._asked.append((askers[found], begin[found] + start, (end - begin)[found], duty))
         return askers[~found]
 
-    def _group(self, waiting: Ints, node: Ints) -> None:
-        """Needs of one piece in one node are one group: ``members[first[g]:first[g + 1]]``."""
-        width = int(node.max(initial=0)) + 1
-        key = self.piece[waiting] * width + node[self.device[waiting]]
-        order = np.lexsort((self.device[waiting], key))
-        self.members = waiting[order]
-        _, first = np.unique(key[order], return_index=True)
-        self.first = np.append(first, len(waiting))
-
     def _items(self) -> Items:
         """All questions: who sends to each asker, and who of a group of several asks."""
         size = np.diff(self.first)
@@ -158,9 +151,7 @@ class _Choices:
         count = np.concatenate([*(c for _, _, c, _ in self._asked), size[several]])
         duty = np.concatenate([*(np.full(len(a), d) for a, _, _, d in self._asked), np.full(len(several), 2)])
         self.asker, self.several = asker, several
-        running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(_scattered(devices), dtype=np.uint64)])
-        group = running[begin + count] - running[begin] + _scattered(count * 3 + duty)
-        return Items(devices, begin, count, duty, group, self.demand.volumes[self.piece[asker]])
+        return Items.of(devices, begin, count, duty, self.demand.volumes[self.piece[asker]])
 
     def route(self, pick: Ints) -> Route:
         """The route when item ``k`` is answered by its candidate number ``pick[k]``."""
@@ -178,18 +169,11 @@ class _Choices:
         row[self.members] = self.target_row[port[group]]
         row[port] = asked
         lo, hi = self.demand.lo[self.piece], self.demand.hi[self.piece]
-        return Route(self.demand.source, self.demand.target, self.kept, lo, hi, self.target_row, row, relayed)
+        written = np.zeros(len(row), bool)
+        return Route(self.demand.source, self.demand.target, self.kept, lo, hi, self.target_row, row, relayed, written)
 
 
 def _is_in(device: Ints, chosen: Ints, devices: int) -> NDArray[np.bool_]:
     mask = np.zeros(devices, bool)
     mask[chosen] = True
     return mask[device]
-
-
-def _scattered(number: Ints) -> NDArray[np.uint64]:
-    """Well mixed 64-bit words of integers (Steele et al., SplitMix, 2014), so that sums of them tell sets apart."""
-    word = number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x632BE59BD9B4E019)
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return word ^ (word >> np.uint64(31))

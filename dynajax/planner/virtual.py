@@ -32,7 +32,8 @@ def execute(move: Move, source: Mapping[int, NDArray[Any]]) -> Buffers:
         extent = c.extent[k].tolist()
         out = view(target[int(c.target[k])], int(c.target_offset[k]), c.target_stride[k].tolist(), extent)
         held = target if c.relayed[k] else source
-        out[...] = view(held[int(c.source[k])], int(c.source_offset[k]), c.source_stride[k].tolist(), extent)
+        piece = view(held[int(c.source[k])], int(c.source_offset[k]), c.source_stride[k].tolist(), extent)
+        out[...] = out + piece if c.added[k] else piece
     return target
 
 
@@ -41,6 +42,29 @@ def held(whole: NDArray[Any], tiling: Tiling, device: int) -> NDArray[Any]:
     buffer = _buffer(tiling, device, whole.dtype)
     pack_into(buffer, whole, tiling.region_of(device))
     return buffer
+
+
+def _parts(whole: NDArray[Any], tiling: Tiling) -> dict[int, NDArray[Any]]:
+    """What each device holds a region of: the whole tensor, or, if all are summed, unlike numbers that add up to it."""
+    devices = tiling.devices.tolist()
+    if not tiling.partial:
+        return dict.fromkeys(devices, whole)
+    last = np.full(whole.shape, -1)
+    for d in devices:
+        last[_held(tiling, d)] = d
+    left, parts = whole.copy(), {}
+    for d in devices:
+        parts[d] = np.where(last == d, left, (whole + d) % 7).astype(whole.dtype)
+        left = np.where(_held(tiling, d), left - parts[d], left)
+    return parts
+
+
+def _held(tiling: Tiling, device: int) -> NDArray[np.bool_]:
+    """True for the elements that a device holds."""
+    mask, region = np.zeros(tiling.shape, bool), tiling.region_of(device)
+    for lo, hi in zip(region.lo.tolist(), region.hi.tolist(), strict=True):
+        mask[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))] = True
+    return mask
 
 
 def _buffer(tiling: Tiling, device: int, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -53,7 +77,7 @@ def verify(plan: Plan, tensors: Mapping[str, NDArray[Any]] | None = None) -> Non
 
     Args:
         plan: what to prove.
-        tensors: whole tensors by path; default: distinct numbers.
+        tensors: whole tensors by path, of whole numbers where the source is partial; default: distinct numbers.
 
     Raises:
         CheckError: naming the tensor and the device whose buffer is wrong.
@@ -64,7 +88,7 @@ def verify(plan: Plan, tensors: Mapping[str, NDArray[Any]] | None = None) -> Non
         move.target.validate(move.tensor.path)
         size = int(np.prod(move.tensor.shape, dtype=np.int64))
         whole = np.arange(size).reshape(move.tensor.shape) if tensors is None else tensors[move.tensor.path]
-        before = {d: held(whole, move.source, d) for d in move.source.devices.tolist()}
+        before = {d: held(part, move.source, d) for d, part in _parts(whole, move.source).items()}
         after = execute(move, before)
         for d in move.target.devices.tolist():
             if after[d].tobytes() != held(whole, move.target, d).tobytes():

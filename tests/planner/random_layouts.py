@@ -150,6 +150,15 @@ def layout_pairs(draw, max_devices=8):
     return layouts[0], shifted(layouts[1], shift)
 
 
+@st.composite
+def summed_pairs(draw):
+    """A pair of layouts of any kinds; some tensors of the first are sums of what their holders have."""
+    source, target = draw(layout_pairs(max_devices=6))
+    which = draw(st.sets(st.integers(0, len(source.tilings) - 1), min_size=1))
+    tilings = (replace(t, partial=k in which) for k, t in enumerate(source.tilings))
+    return Layout(source.space, tuple(tilings)), target
+
+
 def held(tiling, device):
     """What a device holds, as a mask."""
     mask = np.zeros(tiling.shape, bool)

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from random_layouts import layout_pairs, topologies
+from random_layouts import held as mask
+from random_layouts import layout_pairs, summed_pairs, topologies
 
 from dynajax.errors import BudgetError
 from dynajax.planner import Memory, build_plan, verify
@@ -13,7 +14,7 @@ from dynajax.planner.virtual import held
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
 P = PartitionSpec
-proof = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+proof = settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Device:
@@ -107,7 +108,10 @@ def run_stage(plan, devices, readers, number):
         holder, name = piece(plan, k, row)
         at = devices[int(route.receiver[row])]
         data = at.blocks["receive", k, row] if route.sent[row] else devices[holder].blocks[name]
-        at.allocate(("new", *name[1:]), data.copy())
+        if route.added[row]:
+            at.blocks["new", *name[1:]] += data
+        else:
+            at.allocate(("new", *name[1:]), data.copy())
     for k, row in sent:
         devices[int(plan.moves[k].route.receiver[row])].free(("receive", k, row))
     done(plan, devices, readers, kept_here)
@@ -130,6 +134,8 @@ def assert_exact(plan, devices):
     """Every device has what it shall have, and with donation nothing else."""
     for k, move in enumerate(plan.moves):
         whole = np.arange(int(np.prod(move.tensor.shape))).reshape(move.tensor.shape)
+        if move.source.partial:
+            whole = whole * sum(mask(move.source, d).astype(int) for d in move.source.devices.tolist())
         for d in move.target.devices.tolist():
             flat = np.full(whole.shape, -1)
             for (kind, owner, lo, hi), block in devices[d].blocks.items():
@@ -142,7 +148,7 @@ def assert_exact(plan, devices):
 
 
 @proof
-@given(layout_pairs(), topologies(), st.integers(0, 300), st.booleans(), st.booleans())
+@given(st.one_of(layout_pairs(), summed_pairs()), topologies(), st.integers(0, 300), st.booleans(), st.booleans())
 def test_packed_stages_are_exact_and_peak_where_the_plan_says(pair, topology, budget, donate, links):
     source, target = pair
     links = topology if links else None

@@ -1,0 +1,100 @@
+"""Parts that are to be summed: where their sums are made, and what every holder sends.
+
+In each node that needs a piece one of the devices that do, its port, is sent the part of every holder, adds them up in
+the order of the holders' numbers, and passes the sum on to the others. So each port has the same sum to the bit. A
+device that holds a part itself is preferred, since that part need not be sent; ties are decided by load.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dynajax.errors import TopologyError
+from dynajax.planner.diff import Demand
+from dynajax.planner.level import Items
+from dynajax.planner.route import Route
+from dynajax.vps import algebra
+from dynajax.vps.region import Ints
+from dynajax.vps.tiling import sums
+
+_RECEIVES = 2
+"""Duty of a port, see ``Items``."""
+
+
+def by_node(needs: Ints, piece: Ints, device: Ints, node: Ints) -> tuple[Ints, Ints]:
+    """Needs of one piece in one node are one group: ``members[first[g]:first[g + 1]]``, by device.
+
+    Args:
+        needs, piece, device: numbers of needs, and the piece and the device of each.
+        node: node of each device.
+    """
+    key = piece * (int(node.max(initial=0)) + 1) + node[device]
+    order = np.lexsort((device, key))
+    _, first = np.unique(key[order], return_index=True)
+    return needs[order], np.append(first, len(needs))
+
+
+class Summed:
+    """The needs of a geometry whose source is partial. Open is only which device of a node makes a sum.
+
+    Args:
+        demand: what is needed; pieces are equal or disjoint.
+        domains: domains of the devices beyond themselves, the node first, shape (tiers, devices).
+
+    Raises:
+        TopologyError: a holder has no link to a device that makes a sum.
+    """
+
+    def __init__(self, demand: Demand, domains: Ints) -> None:
+        self._demand, self._domains = demand, domains
+        device = demand.target.holder[demand.target_row]
+        self._members, self._first = by_node(np.arange(len(device)), demand.piece, device, domains[0])
+        groups = np.arange(len(self._first) - 1)
+        group = np.repeat(groups, np.diff(self._first))
+        has = demand.own_row[self._members] >= 0
+        eligible = has | ~(sums(group, has.astype(np.int64), len(groups)) > 0)[group]
+        self._ports = self._members[eligible]
+        begin = np.searchsorted(group[eligible], groups)
+        count = np.searchsorted(group[eligible], groups, side="right") - begin
+        piece = demand.piece[self._ports[begin]]
+        parts = np.diff(demand.atoms.first)[demand.atom[piece]]
+        self.items = Items.of(
+            device[self._ports], begin, count, np.full(len(groups), _RECEIVES), demand.volumes[piece] * parts
+        )
+
+    def route(self, pick: Ints) -> Route:
+        """The route when the sum of group ``g`` is made by its candidate number ``pick[g]``."""
+        demand, atoms = self._demand, self._demand.atoms
+        port = self._ports[self.items.begin + pick]
+        group = np.repeat(np.arange(len(port)), np.diff(self._first))
+        atom = demand.atom[demand.piece[port]]
+        need, at = algebra.expand(atoms.first[atom], atoms.first[atom + 1])
+        order = np.lexsort((demand.source.holder[atoms.row[at]], need))
+        need, source_row = port[need[order]], atoms.row[at[order]]
+        rest = self._members != port[group]
+        others, passes = self._members[rest], port[group[rest]]
+        needs = np.concatenate([need, others])
+        relayed = np.repeat([False, True], [len(need), len(others)])
+        route = Route(
+            demand.source,
+            demand.target,
+            np.zeros(0, np.int64),
+            demand.lo[demand.piece[needs]],
+            demand.hi[demand.piece[needs]],
+            demand.target_row[needs],
+            np.concatenate([source_row, demand.target_row[passes]]),
+            relayed,
+            np.append(False, needs[1:] == needs[:-1])[: len(needs)],
+        )
+        self._require_links(route.sender, route.receiver)
+        return route
+
+    def _require_links(self, sender: Ints, receiver: Ints) -> None:
+        domain = self._domains[:, receiver]
+        joined = (sender == receiver) | ((self._domains[:, sender] == domain) & (domain >= 0)).any(axis=0)
+        if not joined.all():
+            k = int(np.argmin(joined))
+            raise TopologyError(
+                f"the topology has no link to device {int(receiver[k])} from device {int(sender[k])}, whose part of a "
+                "sum it needs; add a tier that joins them"
+            )
