@@ -55,7 +55,8 @@ def renumbered(layout: Layout, devices: Ints) -> Layout:
     tilings: list[Tiling] = []
     for tiling in layout.tilings:
         if id(tiling) not in made:
-            made[id(tiling)] = replace(tiling, holder=devices[tiling.holder])
+            padded = tuple(sorted(devices[list(tiling.padded)].tolist()))
+            made[id(tiling)] = replace(tiling, holder=devices[tiling.holder], padded=padded)
         tilings.append(made[id(tiling)])
     return Layout(layout.space, tuple(tilings))
 

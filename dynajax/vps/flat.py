@@ -130,7 +130,7 @@ def _tilings(place: Fold, shards: Sequence[_Shards]) -> list[Tiling]:
     heights = {(s.layers, int(s.experts.sum())) for s in shards if s.layers}
     if len(heights) > 1:
         raise LayoutError(
-            f"a bucket of stacks of unlike numbers of layers and experts, {sorted(heights)}, has no order; make them alike"
+            f"a bucket of stacks of unlike (layers, experts), {sorted(heights)}, has no order; make them alike"
         )
     first_layer = np.arange(stages + 1) * max((s.layers for s in shards), default=0) // stages
     parts = _Parts.of(shards, first_layer, stages)

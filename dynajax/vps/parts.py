@@ -133,8 +133,9 @@ def parts_tiling(array: Tiling, shape: Sequence[int], parts: Iterable[Part]) -> 
     """
     found = [part.rows(array.region.lo, array.region.hi) for part in parts]
     shard = np.concatenate([s for s, _ in found])
-    region = concatenate([r for _, r in found])
-    return Tiling(tuple(shape), array.holder[shard], region, array.partial, int(array.region.volumes.max(initial=0)))
+    region, holder = concatenate([r for _, r in found]), array.holder[shard]
+    room, padded = int(array.region.volumes.max(initial=0)), np.setdiff1d(array.holder, holder).tolist()
+    return Tiling(tuple(shape), holder, region, array.partial, room, tuple(padded))
 
 
 def joined(tilings: Sequence[Tiling], rooms: Sequence[int], spare_copies: bool) -> Tiling:

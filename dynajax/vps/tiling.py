@@ -29,7 +29,8 @@ class Tiling:
         holder: device number that holds each box, shape (boxes,). A box that several devices hold has a row for each.
         region: the boxes, each addressed in its holder's buffer.
         partial: False if any holder of an element will do; True if all holders must be summed.
-        room: elements of every holder's buffer, where padding makes it larger than its boxes; None: just the boxes.
+        room: elements of every buffer, where padding makes it larger than its boxes; None: just the boxes.
+        padded: devices whose buffer is all padding, if there is room; they hold no box.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +38,7 @@ class Tiling:
     region: Region
     partial: bool = False
     room: int | None = None
+    padded: tuple[int, ...] = ()
 
     @staticmethod
     def of_boxes(shape: Sequence[int], holder: Ints, lo: Ints, hi: Ints) -> Tiling:
@@ -58,13 +60,13 @@ class Tiling:
 
     @cached_property
     def devices(self) -> Ints:
-        """Sorted numbers of the devices that hold something."""
-        return np.unique(self.holder)
+        """Sorted numbers of the devices that have a buffer."""
+        return np.union1d(self.holder, np.asarray(self.padded, np.int64))
 
     @cached_property
     def key(self) -> bytes:
         """Equal for tilings that say the same; a cache key and a part of a plan's digest."""
-        digest = hashlib.sha256(repr((self.shape, self.partial, self.room, self.region.lo.shape)).encode())
+        digest = hashlib.sha256(repr((self.shape, self.partial, self.room, self.padded, self.region.lo.shape)).encode())
         for part in (self.holder, self.region.lo, self.region.hi, self.region.offset, self.region.stride):
             digest.update(np.ascontiguousarray(part).tobytes())
         return digest.digest()

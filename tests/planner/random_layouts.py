@@ -170,7 +170,10 @@ def held(tiling, device):
 
 def shifted(layout, by):
     """The layout on device numbers that are ``by`` larger."""
-    return Layout(layout.space, tuple(replace(t, holder=t.holder + by) for t in layout.tilings))
+    return Layout(
+        layout.space,
+        tuple(replace(t, holder=t.holder + by, padded=tuple(d + by for d in t.padded)) for t in layout.tilings),
+    )
 
 
 TIERS = tuple(Tier(name, 1e9 / 4**k, 1e-6) for k, name in enumerate(("memory", "node", "rack", "all")))

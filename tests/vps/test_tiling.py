@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from dynajax.errors import LayoutError
-from dynajax.vps import Layout, Space, Tensor, Tiling, blocks, box, interval
+from dynajax.vps import Layout, Space, Tensor, Tiling, blocks, box, interval, mesh_tiling, stored_tiling
 from dynajax.vps.tiling import sums
 
 
@@ -55,3 +56,21 @@ def test_empty_tensors_are_held_by_nobody_and_are_whole():
 def test_sums_are_exact_where_floats_are_not():
     big = 2**53
     assert sums(np.array([0, 0, 1]), np.array([big, 1, big]), 2).tolist() == [big + 1, big]
+
+
+def test_a_device_that_holds_padding_alone_has_its_bytes():
+    """Six elements stored as eight over four devices: the last two places, all of the last device, are padding."""
+    array = mesh_tiling((8,), {"x": 4}, PartitionSpec("x"), np.array([5, 6, 7, 9]))
+    tiling = stored_tiling(array, (6,), (((0, 0, 6),),))
+    assert tiling.holder.tolist() == [5, 6, 7]
+    assert tiling.devices.tolist() == [5, 6, 7, 9]
+    assert tiling.elements(10).tolist() == [0] * 5 + [2, 2, 2, 0, 2]
+    assert (
+        tiling.key
+        != stored_tiling(
+            mesh_tiling((6,), {"x": 3}, PartitionSpec("x"), np.array([5, 6, 7])), (6,), (((0, 0, 6),),)
+        ).key
+    )
+    layout = Layout(Space((Tensor("w", (6,), "float32", 4),)), (tiling,))
+    assert layout.num_devices == 10
+    assert layout.bytes_by_device().sum() == 4 * 8
