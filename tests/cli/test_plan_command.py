@@ -101,6 +101,10 @@ def test_the_page_is_self_contained_and_has_all_charts(tmp_path, capsys):
     for title in ("Traffic", "Links", "Memory", "Who holds what before", "Who holds what after", "Assumed"):
         assert f"<h2>{title}</h2>" in text
     assert text.count("Plotly.newPlot(") >= 5
+    for axis in ("to device", "from device", "device", "layer", "stage", "GB"):
+        assert f'"title":{{"text":"{axis}"}}' in text
+    assert "width=device-width" in text
+    assert "prefers-color-scheme:dark" in text
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text)
 
 
