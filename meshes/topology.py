@@ -191,12 +191,13 @@ def _table(cluster: str) -> dict[str, Any]:
 
 def _read(table: Mapping[str, Any], cluster: str, devices: int | None) -> Topology:
     unknown = set(table) - _KEYS
-    if unknown or not table.get("tiers"):
+    tables = table.get("tiers")
+    if unknown or not tables or not isinstance(tables, list):
         wrong = f"has the unknown keys {sorted(unknown)}" if unknown else "has no [[tiers]]"
         raise TopologyError(f"topology {cluster!r} {wrong}; it may have {', '.join(sorted(_KEYS))}")
-    tiers = [(_tier(t, cluster), int(t.get("devices", 0))) for t in table["tiers"]]
+    tiers = [(_tier(t, cluster), _count(t, "devices", cluster)) for t in tables]
     node = tiers[min(1, len(tiers) - 1)][1]
-    there = int(table["nodes"]) * node if "nodes" in table else None
+    there = _count(table, "nodes", cluster) * node if "nodes" in table else None
     if devices is None and there is None:
         raise TopologyError(f"topology {cluster!r} has no number of nodes; say how many devices to use")
     count = devices if devices is not None else there
@@ -213,10 +214,20 @@ def _tier(table: Mapping[str, Any], cluster: str) -> Tier:
     if unknown or missing:
         wrong = f"the unknown keys {sorted(unknown)}" if unknown else f"no {' and no '.join(sorted(missing))}"
         raise TopologyError(f"a tier of topology {cluster!r} has {wrong}; it may have {', '.join(sorted(_TIER_KEYS))}")
-    speed = float(table["gigabytes_per_second"]) * 1e9
-    if speed <= 0:
-        raise TopologyError(f"tier {table['name']!r} of topology {cluster!r} has no speed; give more than 0 GB/s")
-    return Tier(str(table["name"]), speed, float(table.get("latency_us", 0)) * 1e-6)
+    speed, latency = table["gigabytes_per_second"], table.get("latency_us", 0)
+    if not isinstance(speed, (int, float)) or not speed > 0:
+        raise TopologyError(f"tier {table['name']!r} of {cluster!r} has a speed of {speed!r}; give more than 0 GB/s")
+    if not isinstance(latency, (int, float)) or not latency >= 0:
+        raise TopologyError(f"tier {table['name']!r} of {cluster!r} has a latency of {latency!r}; give 0 µs or more")
+    return Tier(str(table["name"]), speed * 1e9, latency * 1e-6)
+
+
+def _count(table: Mapping[str, Any], key: str, cluster: str) -> int:
+    """A whole number of a file, 0 if it is left out."""
+    count = table.get(key, 0)
+    if not isinstance(count, int) or isinstance(count, bool) or count < (key in table):
+        raise TopologyError(f"topology {cluster!r} has {key} = {count!r}; give 1 or more, or leave it out")
+    return count
 
 
 def _island(device: Any, hosts: Sequence[str] | None) -> object:

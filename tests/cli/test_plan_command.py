@@ -7,6 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from dynajax.cli import main
 from dynajax.cli.plan import PlanOptions, run
 from dynajax.cli.plan_page import layer_shares
 from dynajax.cli.plan_state import JobState, StateParts
@@ -148,6 +149,45 @@ def test_impossible_asks_are_one_clear_line(options, error, words, capsys):
     with pytest.raises(error, match=words) as caught:
         run(PlanOptions(**options))
     assert "\n" not in str(caught.value)
+
+
+ISLANDS = """
+nodes = 4
+[[tiers]]
+name = "memory"
+devices = 1
+gigabytes_per_second = 900
+[[tiers]]
+name = "nvlink"
+devices = 8
+gigabytes_per_second = 200
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--from", "tp8", "--to", "tp8.dp2", "--topology", "{islands}"], "the topology has no link to device 8"),
+        (["--from", "tp8", "--to", "tp8.dp8", "--topology", "{islands}"], "64 devices are asked for"),
+        (["--from", "tp8", "--to", "tp8.dp2", "--budget", "1KB"], "the smallest budget that does is"),
+        (
+            ["--from", "tp8", "--to", "tp8.dp2", "--budget", "1KB", "--memory", "shards"],
+            "the smallest budget that does is",
+        ),
+        (["--from", "tp8", "--to", "tp8.pq2"], "'pq2' is not an axis with its size"),
+        (["--from", "tp8", "--to", "tp32"], "tp32 for 16 heads; choose tp16 or less"),
+        (["--from", "tp8", "--to", "tp8.dp2", "--html", "{islands}/page.html"], "the page cannot be written"),
+    ],
+)
+def test_the_command_says_in_one_line_why_not_and_exits_with_2(flags, words, tmp_path, capsys):
+    islands = tmp_path / "islands.toml"
+    islands.write_text(ISLANDS)
+    assert main(["plan", "--model", "gpt3-xl", *(f.format(islands=islands) for f in flags)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+    assert said.err.startswith("dynajax: ")
+    assert said.err.count("\n") == 1
 
 
 def test_the_budget_that_is_named_is_enough(capsys):

@@ -66,7 +66,12 @@ def test_a_file_of_ones_own(tmp_path):
         ('speed = 3\n[[tiers]]\nname = "a"\ngigabytes_per_second = 1', r"unknown keys \['speed'\]"),
         ('[[tiers]]\nname = "a"', "has no gigabytes_per_second"),
         ('[[tiers]]\nname = "a"\ngigabytes_per_second = 1\nwidth = 2', r"unknown keys \['width'\]"),
-        ('[[tiers]]\nname = "a"\ngigabytes_per_second = 0', "has no speed"),
+        ('[[tiers]]\nname = "a"\ngigabytes_per_second = 0', "speed of 0; give more"),
+        ('[[tiers]]\nname = "a"\ngigabytes_per_second = "fast"', "speed of 'fast'; give more"),
+        ('[[tiers]]\nname = "a"\ngigabytes_per_second = 1\nlatency_us = -1', "latency of -1; give 0"),
+        ('[[tiers]]\nname = "a"\ngigabytes_per_second = 1\ndevices = "all"', "devices = 'all'; give 1 or more"),
+        ('nodes = 0\n[[tiers]]\nname = "a"\ngigabytes_per_second = 1', "nodes = 0; give 1 or more"),
+        ("tiers = 3", r"has no \[\[tiers\]\]"),
     ],
 )
 def test_a_bad_file_is_refused_in_one_line(tmp_path, text, words):
