@@ -153,7 +153,8 @@ def joined(tilings: Sequence[Tiling], rooms: Sequence[int], spare_copies: bool) 
     )
     if spare_copies:
         holder, region = _once(holder, region)
-    return Tiling(tilings[0].shape, holder, region, tilings[0].partial, int(starts[-1]))
+    padded = np.setdiff1d(np.concatenate([t.devices for t in tilings]), holder).tolist()
+    return Tiling(tilings[0].shape, holder, region, tilings[0].partial, int(starts[-1]), tuple(padded))
 
 
 def _once(holder: Ints, region: Region) -> tuple[Ints, Region]:
