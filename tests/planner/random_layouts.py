@@ -204,7 +204,11 @@ def array_layouts(draw, space, pool):
         mine = [(k, [p for p in parts if p.tensor == tensor.path]) for k, (_, parts) in enumerate(arrays)]
         mine = [(k, parts) for k, parts in mine if parts]
         found = [parts_tiling(arrays[k][0], tensor.shape, parts) for k, parts in mine]
-        tilings.append(joined(found, [t.room or 0 for t in found], spare_copies=True) if found else draw(mesh_tilings(tensor.shape, pool)))
+        tilings.append(
+            joined(found, [t.room or 0 for t in found], spare_copies=True)
+            if found
+            else draw(mesh_tilings(tensor.shape, pool))
+        )
         for k, _ in mine:
             lies_in[k].append(row)
         if not found:
