@@ -204,14 +204,12 @@ def array_layouts(draw, space, pool):
         mine = [(k, [p for p in parts if p.tensor == tensor.path]) for k, (_, parts) in enumerate(arrays)]
         mine = [(k, parts) for k, parts in mine if parts]
         found = [parts_tiling(arrays[k][0], tensor.shape, parts) for k, parts in mine]
-        tilings.append(
-            joined(found, [t.room or 0 for t in found], spare_copies=True)
-            if found
-            else draw(mesh_tilings(tensor.shape, pool))
-        )
         for k, _ in mine:
             lies_in[k].append(row)
-        if not found:
+        if found:
+            tilings.append(joined(found, [t.room or 0 for t in found], spare_copies=True))
+        else:
+            tilings.append(draw(mesh_tilings(tensor.shape, pool)))
             arrays.append((tilings[-1], []))
             lies_in.append([row])
     used = [k for k, rows in enumerate(lies_in) if rows]
