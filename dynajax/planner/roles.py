@@ -58,7 +58,13 @@ def renumbered(layout: Layout, devices: Ints) -> Layout:
             padded = tuple(sorted(devices[list(tiling.padded)].tolist()))
             made[id(tiling)] = replace(tiling, holder=devices[tiling.holder], padded=padded)
         tilings.append(made[id(tiling)])
-    return Layout(layout.space, tuple(tilings))
+    arrays = layout.arrays
+    if arrays is not None:
+        used = np.flatnonzero(arrays.nbytes.any(axis=0))
+        nbytes = np.zeros((len(arrays.tensors), int(devices.max(initial=-1)) + 1), np.int64)
+        nbytes[:, devices[used]] = arrays.nbytes[:, used]
+        arrays = replace(arrays, nbytes=nbytes)
+    return Layout(layout.space, tuple(tilings), arrays)
 
 
 def devices_of(layout: Layout) -> Ints:

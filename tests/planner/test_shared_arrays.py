@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from random_layouts import array_layout_pairs, held
 
 from dynajax.errors import BudgetError, LayoutError
-from dynajax.planner import build_plan, verify
+from dynajax.planner import build_plan, renumbered, verify
 from dynajax.vps import Arrays, Block, Layout, Run, Space, Tensor, bucket_parts, fused_parts, mesh_tiling
 from dynajax.vps.parts import joined, parts_tiling
 
@@ -118,3 +118,13 @@ def test_parts_that_do_not_fit_are_refused():
         fused_parts({"q": (6, 2), "k": (4, 2)}, 4)
     with pytest.raises(LayoutError, match="too small"):
         bucket_parts({"q": (6, 2)}, [5, 6])
+
+
+@proof
+@given(array_layout_pairs(), st.randoms(use_true_random=False))
+def test_arrays_follow_their_devices_to_other_numbers(pair, random):
+    source, target = pair
+    devices = np.array(random.sample(range(2 * target.num_devices), target.num_devices), np.int64)
+    placed = renumbered(target, devices)
+    assert placed.bytes_by_device(2 * target.num_devices)[devices].tolist() == target.bytes_by_device().tolist()
+    build_plan(source, placed, AMPLE).verify()
