@@ -7,24 +7,24 @@ devices' shards pass through it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from dynajax.engine import _jax_private as private
-from dynajax.engine.places import Places, shards_of
+from dynajax.engine import uninitialised
+from dynajax.engine.places import Places, memory_kind, shards_of
 from dynajax.engine.report import Stopwatch
-from dynajax.engine.shared_memory import Copy, Words, bytes_of, word_of
+from dynajax.engine.shared_memory import Copy, Words, _Kind, bytes_of, word_of
 from dynajax.engine.tree import Held, Leaf, located
 from dynajax.errors import CheckError
 from dynajax.planner import Move
 from dynajax.vps.buffer import view
 
 _ALIGNMENT = 64
-
-Ends = Mapping[tuple[int, int], Words]
-"""Buffers by array of a tensor and place."""
 
 
 class Bundles:
@@ -46,11 +46,13 @@ class Bundles:
             CheckError: ``check`` found bytes that differ.
         """
         with self._watch.phase("group"):
-            for move, leaf in stage:
-                for target in leaf.targets:
-                    if target not in self._open:
-                        self._open[target] = _Unfinished(target, leaf.sources[0].array, move, self._places)
-            copies = [(move, self._copies(move, leaf)) for move, leaf in stage]
+            new = self._opened(stage)
+        self._compile(new)
+        with self._watch.phase("group"):
+            for unfinished in new:
+                unfinished.allocate(self._places)
+            # What is passed on has to have come first.
+            copies = [(move, self._copies(move, leaf, passed)) for passed in (False, True) for move, leaf in stage]
         with self._watch.phase("move"):
             for to, source in (copy for _, made in copies for copy in made):
                 np.copyto(to, source)
@@ -60,27 +62,44 @@ class Bundles:
         with self._watch.phase("unpack"):
             return self._finished(stage)
 
-    def _copies(self, move: Move, leaf: Leaf) -> list[Copy]:
-        """``(to, from)`` views of every box to copy."""
+    def prepare(self, stage: Sequence[tuple[Move, Leaf]]) -> None:
+        """Compile what ``run`` will need; leaves may be without data."""
+        self._compile(self._opened(stage))
+
+    def _opened(self, stage: Sequence[tuple[Move, Leaf]]) -> list[_Unfinished]:
+        """The arrays that the stage is the first to fill."""
+        new: list[_Unfinished] = []
+        for move, leaf in stage:
+            for target in leaf.targets:
+                if target not in self._open:
+                    new.append(_Unfinished(target, leaf.sources[0].array, move, self._places))
+                    self._open[target] = new[-1]
+        return new
+
+    def _compile(self, new: Sequence[_Unfinished]) -> None:
+        """Have the programs that allocate; finding what was compiled before does not count as compiling."""
+        start, compiled = time.perf_counter(), uninitialised.allocator.cache_info().misses
+        for kind in (unfinished.kind for unfinished in new):
+            if kind.is_owned_by_xla:
+                uninitialised.allocator(kind.devices, kind.shape, kind.dtype, 1)
+        found_all = uninitialised.allocator.cache_info().misses == compiled
+        self._watch.seconds["group" if found_all else "compile"] += time.perf_counter() - start
+
+    def _copies(self, move: Move, leaf: Leaf, passed: bool) -> list[Copy]:
+        """``(to, from)`` views of every box to copy out of a source, or to pass on out of a target."""
         c, word = move.copies, word_of(move.tensor.itemsize)
-        read, source_offset = located(leaf.sources, c.source_offset)
-        filled, target_offset = located(leaf.targets, c.target_offset)
-        held = [shards_of(source.array, self._places) for source in leaf.sources]
-        source: Ends = {
-            (k, n): bytes_of(held[k][n]).view(word) for k, n in set(zip(read.tolist(), c.source.tolist(), strict=True))
-        }
-        target: Ends = {
-            (k, n): self._open[leaf.targets[k]].buffers[n].view(word)
-            for k, n in set(zip(filled.tolist(), c.target.tolist(), strict=True))
-        }
-        rows = zip(
-            filled.tolist(), c.target.tolist(), target_offset.tolist(), c.target_stride.tolist(),
-            read.tolist(), c.source.tolist(), source_offset.tolist(), c.source_stride.tolist(),
-            c.extent.tolist(), strict=True,
+        rows = np.flatnonzero(c.relayed == passed)
+        target = [self._open[array].buffers for array in leaf.targets]
+        source = target if passed else [_views(source.array, self._places) for source in leaf.sources]
+        read, source_offset = located(leaf.targets if passed else leaf.sources, c.source_offset[rows])
+        filled, target_offset = located(leaf.targets, c.target_offset[rows])
+        columns = (
+            filled, c.target[rows], target_offset, c.target_stride[rows],
+            read, c.source[rows], source_offset, c.source_stride[rows], c.extent[rows],
         )  # fmt: skip
         return [
-            (view(target[tk, t], to, ts, extent), view(source[sk, s], so, ss, extent))
-            for tk, t, to, ts, sk, s, so, ss, extent in rows
+            (view(target[tk][t].view(word), to, ts, extent), view(source[sk][s].view(word), so, ss, extent))
+            for tk, t, to, ts, sk, s, so, ss, extent in zip(*(column.tolist() for column in columns), strict=True)
         ]
 
     def _finished(self, stage: Sequence[tuple[Move, Leaf]]) -> dict[int, jax.Array]:
@@ -94,31 +113,62 @@ class Bundles:
 
 
 class _Unfinished:
-    """An array of which not all tensors have arrived: a zeroed buffer for each place, or one that stays."""
+    """An array of which not all tensors have arrived.
 
-    def __init__(self, target: Held, like: jax.Array, move: Move, places: Places) -> None:
+    Attributes:
+        missing: how many tensors it lacks.
+        kind: what its shards are like that have to be made.
+        buffers: bytes of the shard at each place.
+    """
+
+    def __init__(self, target: Held, like: Any, move: Move, places: Places) -> None:
         self.missing = target.tensors
+        self.buffers: dict[int, Words] = {}
         self._target, self._like = target, like
         sharding = target.stored.sharding
         self._order = private.device_order(sharding)
         self._number = places.numbers(sharding)
+        self._kept = move.kept.tolist()  # only ever of a tensor whose one array becomes one array
         dtype, self._inner = private.physical_element(like.dtype)
-        self._dtype = dtype
-        self._shard = (*sharding.shard_shape(target.stored.array_shape), *self._inner)
-        kept = set(move.kept.tolist())  # only ever of a tensor whose one array becomes one array
-        nbytes = int(np.prod(self._shard, dtype=np.int64)) * dtype.itemsize
-        self.buffers = {n: _zeros(nbytes) for n in self._number.values() if n not in kept}
-        if kept:
-            stay = shards_of(like, places)
-            self.buffers |= {n: np.asarray(stay[n]).reshape(-1).view(np.uint8) for n in kept}
+        filled = tuple(d for d in self._order if self._number[d] not in self._kept)
+        default = memory_kind(sharding) == self._order[0].default_memory().kind
+        on_cpu = all(d.platform == "cpu" for d in self._order)
+        shape = (*sharding.shard_shape(target.stored.array_shape), *self._inner)
+        self.kind = _Kind(filled, shape, dtype, default and on_cpu)
+        self._owned: dict[int, jax.Array] = {}
+
+    def allocate(self, places: Places) -> None:
+        """Zeroed buffers: of XLA where shards are large, so that the next step can donate them, else of numpy."""
+        kind = self.kind
+        if kind.is_owned_by_xla:
+            (shards,) = uninitialised.allocate(kind.devices, kind.shape, kind.dtype, 1)
+            self._owned = {self._number[device]: shard for device, shard in shards.items()}
+            self.buffers = {n: bytes_of(shard) for n, shard in self._owned.items()}
+            for buffer in self.buffers.values():
+                buffer[...] = 0
+        else:
+            self.buffers = {self._number[device]: _zeros(kind.nbytes) for device in kind.devices}
+        if self._kept:
+            stay = shards_of(self._like, places)
+            self.buffers |= {n: np.asarray(stay[n]).reshape(-1).view(np.uint8) for n in self._kept}
 
     def array(self) -> jax.Array:
         """The array, once all is there."""
         base = private.physical(self._like)
-        shards = [self.buffers[self._number[d]].view(self._dtype).reshape(self._shard) for d in self._order]
+        shards = [self._shard(self._number[device]) for device in self._order]
         stored = self._target.stored
         made = private.assemble((*stored.array_shape, *self._inner), base, stored.sharding, shards, self._order)
         return made if base is self._like else jax.random.wrap_key_data(made, impl=jax.random.key_impl(self._like))
+
+    def _shard(self, number: int) -> Any:
+        if number in self._owned:
+            return self._owned[number]
+        return self.buffers[number].view(self.kind.dtype).reshape(self.kind.shape)
+
+
+def _views(array: jax.Array, places: Places) -> dict[int, Words]:
+    """The bytes of an array's shard at each place."""
+    return {n: bytes_of(shard) for n, shard in shards_of(array, places).items()}
 
 
 def _zeros(nbytes: int) -> Words:

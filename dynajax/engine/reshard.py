@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 
 from dynajax.bytesize import parse_bytes
+from dynajax.engine.bundles import Bundles
 from dynajax.engine.check import check_replicas
 from dynajax.engine.device_put import DevicePut
 from dynajax.engine.execute import execute
@@ -63,10 +64,11 @@ def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None
     leaves, _, _ = read(tree, shardings, stored)
     unique, places = _without_repeats(leaves)[0], _places(leaves)
     _checked(plan, unique, places)
-    transport = _transport(places, Stopwatch())
+    transport, bundles = _transport(places, Stopwatch()), Bundles(places, Stopwatch())
     try:
-        for stage in plan.stages:
-            transport.prepare([(plan.moves[k], unique[k]) for k in stage if unique[k].is_alone])
+        for pairs in ([(plan.moves[k], unique[k]) for k in stage] for stage in plan.stages):
+            transport.prepare([(move, leaf) for move, leaf in pairs if leaf.is_alone])
+            bundles.prepare([(move, leaf) for move, leaf in pairs if not leaf.is_alone])
     finally:
         transport.close()
 

@@ -16,7 +16,11 @@ from jax.sharding import Mesh, NamedSharding
 
 import dynajax as dj
 from dynajax.engine import Bundle, Stored, prepare_reshard
+from dynajax.engine.places import Places, layouts
+from dynajax.engine.regroup import read
 from dynajax.errors import BudgetError, CheckError, TargetError
+from dynajax.meshes import Tier, Topology
+from dynajax.planner import build_plan
 from dynajax.vps import Block, bucket_parts, fused_parts, layer_part, slice_part
 
 Numpy = np.ndarray[Any, Any]
@@ -356,3 +360,39 @@ def test_a_plan_needs_shapes_only_and_fits_the_move() -> None:
     other = flat([84, 100], [on([7], P()), on(range(4), P("x"))])
     with pytest.raises(TargetError, match="another state"):
         dj.reshard([placed(b, tensors) for b in other], target, plan=plan, stored=other)
+
+
+def test_large_targets_can_be_donated_and_preparing_compiles_them() -> None:
+    """Two flat buckets of 640 KB become three matrices that the next step reuses in place."""
+    shapes = {f"['{k}']": (256, 400) for k in range(3)}
+    tensors = numbered(shapes)
+    buckets = flat([160_000, 160_000], [on(range(4), P("x"))] * 2, shapes)
+    target = {str(k): on(range(8), P("x")) for k in range(3)}
+    tree = [placed(b, tensors) for b in buckets]
+    plan = dj.plan_reshard(tree, target, stored=buckets, donate=True)
+    prepare_reshard(tree, target, plan=plan, stored=buckets)
+    moved, report = dj.reshard(tree, target, stored=buckets, plan=plan, check=True)
+    assert report.compile_s == 0
+    pointers = {name: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for name, x in moved.items()}
+    step = jax.jit(lambda t: jax.tree.map(lambda a: a + 1, t), donate_argnums=0)
+    stepped = jax.block_until_ready(step(moved))
+    for name, x in stepped.items():
+        assert np.array_equal(x, tensors[f"['{name}']"] + 1)
+        assert [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] == pointers[name]
+
+
+def test_what_a_plan_for_nodes_relays_is_passed_on() -> None:
+    """Nodes of two devices: a node gets each byte once, and its devices pass it on to each other."""
+    tensors = numbered(SHAPES)
+    buckets = flat([100, 84], [on([0, 1], P("x")), on([1], P())])
+    target = plain(on([4, 5, 6, 7], P("x")))
+    tree = [placed(b, tensors) for b in buckets]
+    leaves, _, _ = read(tree, target, buckets)
+    places = Places.of(end.stored.sharding for leaf in leaves for end in (*leaf.sources, *leaf.targets))
+    tiers = [(Tier("memory", 1e9, 0), 1), (Tier("node", 1e9, 0), 2), (Tier("all", 1e8, 0), 0)]
+    topology = Topology.regular("pairs", tiers, len(places.places))
+    plan = build_plan(*layouts(leaves, places), 10**6, topology=topology)
+    assert any(move.copies.relayed.any() for move in plan.moves)
+    plan.verify()
+    moved, _ = dj.reshard(tree, target, stored=buckets, plan=plan, check=True)
+    assert_holds(moved, target, tensors)
