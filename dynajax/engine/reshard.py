@@ -19,7 +19,7 @@ from dynajax.engine.places import Places, layouts
 from dynajax.engine.regroup import read
 from dynajax.engine.report import Report, Stopwatch
 from dynajax.engine.shared_memory import SharedMemory, Transport
-from dynajax.engine.tree import Leaf
+from dynajax.engine.tree import Held, Leaf
 from dynajax.errors import TargetError
 from dynajax.planner import Plan, build_plan
 
@@ -173,6 +173,11 @@ def _refuse_unusable(leaves: list[Leaf]) -> None:
     for leaf in leaves:
         if not all(end.stored.sharding.is_fully_addressable for end in (*leaf.sources, *leaf.targets)):
             raise TargetError(f"{leaf.tensor.path}: source and target must be on devices of this process")
+    first: dict[int, tuple[Held, bool]] = {}
+    for leaf, source in ((x, source) for x in leaves for source in x.sources):
+        known, alone = first.setdefault(id(source.array), (source, leaf.is_alone))
+        if known is not source and not (alone and leaf.is_alone):
+            raise TargetError(f"{leaf.tensor.path}: one array is at two places of the state; give each its own copy")
 
 
 def _without_repeats(leaves: list[Leaf]) -> tuple[list[Leaf], list[tuple[Leaf, Leaf]]]:

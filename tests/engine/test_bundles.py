@@ -336,6 +336,9 @@ def test_what_does_not_meet_is_refused_by_name() -> None:
             dj.reshard(tree, target, stored=said, donate=True)
         assert "\n" not in str(error.value)
     assert not tree["half"].is_deleted()
+    halves = [Bundle(sharding, (2, 4), (slice_part("['w']", (4, 4), k, k + 2),)) for k in (0, 2)]
+    with pytest.raises(TargetError, match="one array is at two places"):
+        dj.reshard([tree["half"]] * 2, {"w": sharding}, stored=halves, donate=True)
 
 
 def test_replicas_in_different_arrays_are_compared_when_asked() -> None:
