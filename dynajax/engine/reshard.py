@@ -98,8 +98,9 @@ def reshard(
             source stays usable whatever happens to the result.
         check: replicas of the source must agree, and every moved byte must equal its source.
         plan: a plan made earlier by ``plan_reshard`` for this state and these targets; its budget and ``donate`` hold.
-        stored: a tree of ``Stored`` for arrays that store their tensors padded or in another order (as targets may ask
-            for, too); None if every array is its tensor.
+        stored: a tree of ``Stored`` for arrays that store their tensors padded or in another order, or of ``Bundle``
+            for those that store parts of several (as targets may ask for, too); None if every array is its tensor.
+            With a ``Bundle`` on either side, ``shardings`` is the whole tree of the result.
 
     Returns:
         The moved tree and a report of its time and bytes.

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 
 import dynajax as dj
-from dynajax.engine import Bundle, Stored, prepare_reshard
+from dynajax.engine import Bundle, Stored, prepare_reshard, uninitialised
 from dynajax.engine.places import Places, layouts
 from dynajax.engine.regroup import read
+from dynajax.engine.shared_memory import bytes_of
 from dynajax.errors import BudgetError, CheckError, TargetError
 from dynajax.meshes import Tier, Topology
 from dynajax.planner import build_plan
@@ -399,3 +400,21 @@ def test_what_a_plan_for_nodes_relays_is_passed_on() -> None:
     plan.verify()
     moved, _ = dj.reshard(tree, target, stored=buckets, plan=plan, check=True)
     assert_holds(moved, target, tensors)
+
+
+def test_padding_of_large_targets_is_zero_whatever_lay_in_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = uninitialised.allocate
+
+    def dirty(*args: Any) -> list[dict[jax.Device, jax.Array]]:
+        made = allocate(*args)
+        for shard in (shard for shards in made for shard in shards.values()):
+            bytes_of(shard)[...] = 0xA5
+        return made
+
+    monkeypatch.setattr(uninitialised, "allocate", dirty)
+    shapes = {"['w']": (256, 400), "['v']": (100, 100)}
+    tensors = numbered(shapes)
+    tree = {path[2:-2]: jax.device_put(x, on([0], P())) for path, x in tensors.items()}
+    buckets = flat([60_000, 60_000], [on(range(4), P("x"))] * 2, shapes)
+    moved, _ = dj.reshard(tree, buckets, check=True)
+    assert_holds(moved, buckets, tensors)
