@@ -1,6 +1,7 @@
 """Strategies, and the clusters that they run on."""
 
 from dynajax.meshes.placement import Placement as Placement
+from dynajax.meshes.placement import read_devices as read_devices
 from dynajax.meshes.rules import ACTIVATION_RULES as ACTIVATION_RULES
 from dynajax.meshes.rules import PARAMETER_RULES as PARAMETER_RULES
 from dynajax.meshes.rules import Rules as Rules

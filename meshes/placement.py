@@ -59,7 +59,7 @@ class Placement:
             return Placement(text, tuple(range(text.num_devices)))
         written, at, numbers = text.partition("@")
         strategy = Strategy.parse(written)
-        return Placement(strategy, _read(numbers, text) if at else tuple(range(strategy.num_devices)))
+        return Placement(strategy, read_devices(numbers, text) if at else tuple(range(strategy.num_devices)))
 
     @property
     def num_devices(self) -> int:
@@ -85,7 +85,16 @@ class Placement:
         return f"{self.strategy}@{_written(self.devices)}"
 
 
-def _read(text: str, whole: str) -> tuple[int, ...]:
+def read_devices(text: str, whole: str) -> tuple[int, ...]:
+    """Device numbers in their text form.
+
+    Args:
+        text: the numbers.
+        whole: the text that they are part of, for the message.
+
+    Raises:
+        StrategyError: they cannot be read.
+    """
     numbers: list[int] = []
     for part in re.sub(r"\s", "", text).split(","):
         match = _RANGE.fullmatch(part)

@@ -18,3 +18,4 @@ from dynajax.data.document_steps import DocumentBatch as DocumentBatch
 from dynajax.data.document_steps import DocumentSteps as DocumentSteps
 from dynajax.data.packing import Overlong as Overlong
 from dynajax.data.stream import Cursor as Cursor
+from dynajax.data.stream import Stream as Stream

@@ -118,6 +118,16 @@ class DocumentSteps(Stream):
         """int64 (sequences,), tokens of each sequence of ``step``; no text is read."""
         return self.pieces.length[self._members(step)]
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of the stream that a batch takes."""
+        return 1
+
+    def take(self, sample: int, count: int) -> DocumentBatch:
+        """The sequences of ``count`` steps from ``sample`` on."""
+        steps = range(sample, sample + count)
+        return DocumentBatch(tuple(segment for step in steps for segment in self[step].segments))
+
     def __getitem__(self, step: int) -> DocumentBatch:
         """The sequences of ``step``."""
         members = self._members(step).tolist()

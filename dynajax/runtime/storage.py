@@ -26,9 +26,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from dynajax.engine import Stored
 from dynajax.errors import LayoutError
 from dynajax.runtime.timetable import layer_order
 
@@ -215,6 +216,11 @@ class Storage:
     def without(self, dim: int) -> Storage:
         """The storage of one slice along ``dim``, or of a sum over it."""
         return Storage(self.dims[:dim] + self.dims[dim + 1 :])
+
+    def on(self, mesh: Mesh) -> Stored:
+        """The storage bound to ``mesh``, as a source or target of the engine."""
+        pieces = tuple(dim.pieces for dim in self.dims)
+        return Stored(NamedSharding(mesh, self.spec), self.shape, self.logical_shape, pieces)
 
     def _require(self, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if shape != wanted:

@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from dynajax.data import Batches, Cursor
+from dynajax.data import Cursor, Stream
 from dynajax.engine.keys import is_key
 from dynajax.errors import RunError
-from dynajax.meshes import Placement
-from dynajax.train.job import Job
+from dynajax.train.job import Job, Place
 from dynajax.train.state import TrainState, abstract
 
 
@@ -43,7 +42,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
-    def save(self, state: TrainState, job: Job, placement: Placement, data: Batches) -> None:
+    def save(self, state: TrainState, job: Job[Any], placement: Place, data: Stream) -> None:
         """Write ``state``, which lies as ``job.layout(placement)`` says, once for each step."""
         step, sample = int(state.step), int(state.cursor)
         if step in self._manager.all_steps():
@@ -59,7 +58,7 @@ class Checkpoints:
         items = ocp.args.Composite(state=ocp.args.StandardSave(stored), about=ocp.args.JsonSave(about))
         self._manager.save(step, args=items)
 
-    def restore(self, job: Job, placement: Placement, data: Batches) -> TrainState:
+    def restore(self, job: Job[Any], placement: Place, data: Stream) -> TrainState:
         """The latest state, laid out for ``placement``.
 
         Raises:

@@ -1,12 +1,15 @@
-"""A job: what is trained, whatever the strategy. From it and a placement follow layouts, shapes and steps."""
+"""A job: what is trained, whatever the strategy. From it and a placement follow layouts, shapes and steps.
+
+Two kinds differ in what a step takes, and so in how the state lies: ``RowJob`` and ``DocumentJob``.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import abc
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +17,23 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dynajax.data import Batch
 from dynajax.engine import Stored, reshard
 from dynajax.errors import StrategyError
-from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, init
-from dynajax.runtime import Propagation
-from dynajax.train.fit import batch_shards, require_fit
-from dynajax.train.state import TrainState, abstract, initial_state, state_storage, stored_on, to_storage
+from dynajax.train.state import TrainState, abstract, initial_state
+from dynajax.train.step import Step
 
 
-class Data(Protocol):
-    """Where global batches come from; ``dynajax.data.Batches`` is one."""
+class Place(Hashable, Protocol):
+    """Where and how a job runs; equal places are the same layout, so they are keys. Its text names it to people."""
 
     @property
-    def batch_size(self) -> int:
-        """Rows of the global batch."""
+    def devices(self) -> tuple[int, ...]:
+        """Numbers of the devices."""
         ...
 
-    def take(self, sample: int, count: int) -> Batch:
-        """Rows ``sample`` to ``sample + count`` of one endless stream: the same whoever asks, and when."""
-        ...
+
+P = TypeVar("P", bound=Place)
 
 
 @dataclass(frozen=True)
@@ -67,128 +66,103 @@ DEFAULT_OPTIONS = StepOptions()
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """Model, optimizer, shape of the global batch and the devices that placements number.
+class Job(abc.ABC, Generic[P]):
+    """Model, optimizer and the devices that places number.
 
     Attributes:
         model: shape of the decoder, dense or a mixture of experts.
         optimizer: any optax optimizer.
-        batch: a global batch with ``ShapeDtypeStruct`` leaves.
-        devices: all that there are; a placement may use fewer.
+        devices: all that there are; a place may use fewer.
         options: how a step runs.
     """
 
     model: LlamaConfig
     optimizer: optax.GradientTransformation
-    batch: Batch
     devices: tuple[jax.Device, ...]
-    options: StepOptions = DEFAULT_OPTIONS
+    options: StepOptions
 
-    def place(self, strategy: str | Strategy | Placement) -> Placement:
-        """Read a placement and check that it fits.
+    @abc.abstractmethod
+    def place(self, strategy: Any) -> P:
+        """Read a place and check that it fits.
 
         Raises:
             StrategyError: it cannot be read, or fits neither the model nor the devices.
         """
-        placement = Placement.parse(strategy)
-        require_fit(self.model, placement, len(self.devices))
-        return placement
+
+    @abc.abstractmethod
+    def layout(self, place: P) -> TrainState:
+        """How the state lies: an ``engine.Stored`` or ``engine.Bundle`` for each leaf."""
+
+    @abc.abstractmethod
+    def arrangement(self, place: P) -> Callable[[TrainState], TrainState]:
+        """Makes of whole tensors the arrays that ``layout`` tells of, in a program that is traced."""
+
+    @abc.abstractmethod
+    def compile_step(self, place: P, layout: TrainState) -> Step:
+        """What takes a step there; from shapes alone, no array is made or touched."""
 
     @cached_property
     def shapes(self) -> TrainState:
         """The state as ``ShapeDtypeStruct`` leaves, each of its logical shape."""
-        with jax.set_mesh(_NO_MESH):
+        with jax.set_mesh(NO_MESH):
             return jax.eval_shape(self._initial, 0)
 
-    def propagation(self, strategy: Strategy) -> Propagation:
-        """How the model is stored and run under ``strategy``."""
-        options, pp = self.options, strategy.size("pp")
-        rows = -(-self.batch.rows // batch_shards(strategy))
-        microbatches = (min(2 * pp, rows) if pp > 1 else 1) if options.microbatches is None else options.microbatches
-        chunks = options.chunks if pp > 1 else 1
-        with jax.set_mesh(_NO_MESH):
-            made = Propagation(self.model, strategy, microbatches, chunks, options.dtype, options.remat)
-            _ = made.storage
-        return made
-
-    def storage(self, strategy: Strategy) -> TrainState:
-        """How the state is stored under ``strategy``: a ``Storage`` in the place of each leaf."""
-        return state_storage(self.shapes, self.propagation(strategy).storage)
-
-    def layout(self, placement: Placement) -> TrainState:
-        """How the state lies under a placement: an ``engine.Stored`` in the place of each leaf."""
-        return stored_on(placement.mesh(self.devices), self.storage(placement.strategy))
-
-    def abstract_state(self, placement: Placement) -> TrainState:
+    def abstract_state(self, place: P) -> TrainState:
         """The state as ``ShapeDtypeStruct`` leaves as they are stored, with shardings."""
-        return abstract(self.shapes, self.layout(placement))
+        return abstract(self.shapes, self.layout(place))
 
-    def plain_layout(self, placement: Placement) -> TrainState:
-        """How the tensors of the state would lie under a placement without padding or an order of their own."""
-        return jax.tree.map(lambda s: Stored.plain(_plain_sharding(s), s.shape), self.layout(placement))
-
-    def to_plain(self, state: TrainState, placement: Placement) -> TrainState:
-        """The tensors of a state that lies as ``layout`` says; arrays that are their tensors are shared."""
-        return _rearranged(state, self.layout(placement), self.plain_layout(placement))
-
-    def from_plain(self, state: TrainState, placement: Placement) -> TrainState:
-        """Undo ``to_plain``."""
-        return _rearranged(state, self.plain_layout(placement), self.layout(placement))
-
-    def initial_state(self, placement: Placement, seed: int) -> TrainState:
+    def initial_state(self, place: P, seed: int) -> TrainState:
         """The state before the first step: each device makes its own shards, no device holds the whole."""
-        storage = self.storage(placement.strategy)
-        shardings = jax.tree.map(lambda stored: stored.sharding, self.layout(placement))
-        with jax.set_mesh(_NO_MESH):
-            made = jax.jit(lambda seed: to_storage(storage, self._initial(seed)), out_shardings=shardings)
+        shardings = jax.tree.map(lambda stored: stored.sharding, self.layout(place))
+        arrange = self.arrangement(place)
+        with jax.set_mesh(NO_MESH):
+            made = jax.jit(lambda seed: arrange(self._initial(seed)), out_shardings=shardings)
             return made(np.uint32(seed))
+
+    def plain_layout(self, place: P) -> TrainState:
+        """How the tensors of the state would lie there without padding or an order of their own."""
+        return jax.tree.map(_plain, self.shapes, self.layout(place))
+
+    def to_plain(self, state: TrainState, place: P) -> TrainState:
+        """The tensors of a state that lies as ``layout`` says; arrays that are their tensors are shared."""
+        return _rearranged(state, self.layout(place), self.plain_layout(place))
+
+    def from_plain(self, state: TrainState, place: P) -> TrainState:
+        """Undo ``to_plain``."""
+        return _rearranged(state, self.plain_layout(place), self.layout(place))
 
     def _initial(self, seed: Any) -> TrainState:
         params_key, run_key = jax.random.split(jax.random.key(seed))
         return initial_state(init(self.model, params_key), self.optimizer, run_key)
 
 
-def make_job(
-    model: LlamaConfig,
-    optimizer: optax.GradientTransformation,
-    data: Data,
-    devices: Sequence[jax.Device],
-    options: StepOptions = DEFAULT_OPTIONS,
-) -> Job:
-    """The job that trains ``model`` on ``data``."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), data.take(0, data.batch_size))
-    return Job(model, optimizer, shapes, tuple(devices), options)
-
-
 def _rearranged(state: TrainState, source: TrainState, target: TrainState) -> TrainState:
     """``state`` moved from one layout to the other, where they differ."""
-    arrays, tree = jax.tree.flatten(state)
-    layouts = zip(jax.tree.leaves(source), jax.tree.leaves(target), strict=True)
-    differ = {number: (here, there) for number, (here, there) in enumerate(layouts) if here != there}
-    moved, _ = reshard(
-        {number: arrays[number] for number in differ},
-        {number: there for number, (_, there) in differ.items()},
-        stored={number: here for number, (here, _) in differ.items()},
-    )
-    return jax.tree.unflatten(tree, [moved.get(number, array) for number, array in enumerate(arrays)])
+
+    def where_they_differ(tree: TrainState) -> TrainState:
+        return jax.tree.map(lambda x, here, there: None if here == there else x, tree, source, target)
+
+    parts = map(where_they_differ, (state, target, source))
+    moved, _ = reshard(next(parts), next(parts), stored=next(parts))
+    return jax.tree.map(lambda new, old: old if new is None else new, moved, state, is_leaf=lambda x: x is None)
 
 
-def _plain_sharding(stored: Stored) -> NamedSharding:
-    """The sharding of a tensor that is stored as it is; else one over the same mesh, cut where it divides evenly."""
+def _plain(shape: jax.ShapeDtypeStruct, stored: Any) -> Stored:
+    """The tensor as it is stored if that is plain; else over the same mesh, cut where it divides evenly."""
     sharding = stored.sharding
-    assert isinstance(sharding, NamedSharding)
-    if stored.is_plain:
-        return sharding
+    if isinstance(stored, Stored) and stored.is_plain:
+        return stored
     left, cuts = dict(sharding.mesh.shape), []
-    for size in stored.shape:
-        axes: list[str] = []
+    for size in shape.shape:
+        axes, rest = [], size
         for axis, parts in left.items():
-            if parts > 1 and size % (parts * math.prod(left[a] for a in axes)) == 0:
+            if parts > 1 and rest % parts == 0:
                 axes.append(axis)
+                rest //= parts
         cuts.append(tuple(axes) or None)
         left = {axis: parts for axis, parts in left.items() if axis not in axes}
-    return NamedSharding(sharding.mesh, PartitionSpec(*cuts))
+    return Stored.plain(NamedSharding(sharding.mesh, PartitionSpec(*cuts)), shape.shape)
 
 
-_NO_MESH = Mesh(np.empty((), dtype=object), ())
+NO_MESH = Mesh(np.empty((), dtype=object), ())
 """Set where JAX is called in the caller's thread, who may have set a mesh that has nothing to do with the job."""

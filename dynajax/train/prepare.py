@@ -10,15 +10,14 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from dynajax.engine import plan_reshard, prepare_reshard
 from dynajax.errors import DeadlineError, DynajaxError, SwitchError
-from dynajax.meshes import Placement
 from dynajax.planner import Plan
-from dynajax.train.job import Job
+from dynajax.train.job import Job, Place
 from dynajax.train.state import TrainState, abstract
-from dynajax.train.step import CompiledStep, compile_step
+from dynajax.train.step import Step
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -69,20 +68,20 @@ class Shelf(Generic[K, V]):
 
 @dataclass(frozen=True)
 class Move:
-    """From one placement to another; the key of a plan."""
+    """From one place to another; the key of a plan."""
 
-    source: Placement
-    target: Placement
+    source: Place
+    target: Place
 
     def __str__(self) -> str:
         return f"{self.source} to {self.target}"
 
 
 class Workshop:
-    """Makes and keeps what a job needs to run under its placements and to move between them.
+    """Makes and keeps what a job needs to run at its places and to move between them.
 
     Attributes:
-        steps: compiled steps by placement.
+        steps: compiled steps by place.
         movers: by move, whether the engine has compiled what its plan needs.
 
     Args:
@@ -90,19 +89,19 @@ class Workshop:
         budget: bytes that a device may hold above the larger of both states during a move.
     """
 
-    def __init__(self, job: Job, budget: int) -> None:
+    def __init__(self, job: Job[Any], budget: int) -> None:
         self._job, self._budget = job, budget
-        self._layouts: dict[Placement, TrainState] = {}
+        self._layouts: dict[Place, TrainState] = {}
         self._plans: dict[Move, Plan] = {}
         workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="dynajax-prepare")
         self.steps = Shelf(self._compile_step, "compiling the step of {}", workers)
         self.movers = Shelf(self._compile_mover, "preparing the move from {}", workers)
 
-    def layout(self, placement: Placement) -> TrainState:
-        """How the state lies under ``placement``, as ``Job.layout`` says."""
-        if placement not in self._layouts:
-            self._layouts[placement] = self._job.layout(placement)
-        return self._layouts[placement]
+    def layout(self, place: Place) -> TrainState:
+        """How the state lies at ``place``, as ``Job.layout`` says."""
+        if place not in self._layouts:
+            self._layouts[place] = self._job.layout(place)
+        return self._layouts[place]
 
     def plan(self, move: Move) -> Plan:
         """The plan of ``move``.
@@ -116,8 +115,8 @@ class Workshop:
             self._plans[move] = plan_reshard(state, target, budget=self._budget, donate=True, stored=source)
         return self._plans[move]
 
-    def _compile_step(self, placement: Placement) -> CompiledStep:
-        return compile_step(self._job, placement, self.layout(placement))
+    def _compile_step(self, place: Place) -> Step:
+        return self._job.compile_step(place, self.layout(place))
 
     def _compile_mover(self, move: Move) -> None:
         source, target = self.layout(move.source), self.layout(move.target)

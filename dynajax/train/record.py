@@ -14,6 +14,31 @@ from typing import IO, Any
 
 
 @dataclass(frozen=True)
+class PipelineShare:
+    """What one of several pipelines did in a step.
+
+    Attributes:
+        pipeline: its axes.
+        devices: how many it has.
+        sequences: documents it was given.
+        tokens: their tokens.
+        microbatches: rows they were packed in.
+        busy_s: seconds from the dispatch of its first program until its last was done.
+        bytes_pulled: parameters that were moved to its devices.
+        bytes_pushed: gradients that were moved from them.
+    """
+
+    pipeline: str
+    devices: int
+    sequences: int
+    tokens: int
+    microbatches: int
+    busy_s: float
+    bytes_pulled: int
+    bytes_pushed: int
+
+
+@dataclass(frozen=True)
 class StepReport:
     """One optimizer step.
 
@@ -24,6 +49,9 @@ class StepReport:
         samples: rows of the global batch that hold such tokens.
         strategy: the placement under which it ran.
         step_s: seconds, from reading the batch until all of the new state is computed.
+        pipelines: what each did, where several ran side by side.
+        idle_share: share of all device time of the step in which a device had no program of its pipeline to run;
+            None where there is one program for all.
     """
 
     step: int
@@ -32,6 +60,8 @@ class StepReport:
     samples: int
     strategy: str
     step_s: float
+    pipelines: tuple[PipelineShare, ...] = ()
+    idle_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +108,8 @@ class SwitchReport:
 def as_event(report: StepReport | SwitchReport) -> dict[str, Any]:
     """The JSON object of a report; a switch goes ``from`` its source ``to`` its target."""
     if isinstance(report, StepReport):
-        return {"event": "step"} | asdict(report)
+        of_pipelines = () if report.pipelines else ("pipelines", "idle_share")
+        return {"event": "step"} | {key: value for key, value in asdict(report).items() if key not in of_pipelines}
     names = {"source": "from", "target": "to"}
     return {"event": "switch"} | {names.get(key, key): value for key, value in asdict(report).items()}
 

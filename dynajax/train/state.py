@@ -16,9 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
 
-from dynajax.engine import Stored
 from dynajax.errors import StrategyError
 from dynajax.runtime import Storage
 
@@ -78,17 +76,24 @@ def mirror_storage(opt_shapes: Any, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _leaf_storage(path, leaf.shape, mirrored), opt_shapes)
 
 
+def mirrors(opt_shapes: Any, params: Any) -> Any:
+    """True in the place of each leaf of an optimizer state that mirrors a parameter and has its shape.
+
+    Args:
+        opt_shapes: optimizer state as ``ShapeDtypeStruct`` leaves.
+        params: parameters as ``ShapeDtypeStruct`` leaves.
+    """
+    shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+    def is_like_its_parameter(path: KeyPath, leaf: Any) -> bool:
+        return any(shapes.get(path[start:]) == leaf.shape for start in range(len(path) + 1))
+
+    return jax.tree_util.tree_map_with_path(is_like_its_parameter, opt_shapes)
+
+
 def to_storage(storage: Any, state: Any) -> Any:
     """A state of whole tensors in its stored form, zeros in padding; inside jit or out."""
     return jax.tree.map(lambda s, x: x if s.is_identity else s.to_storage(x), storage, state)
-
-
-def stored_on(mesh: Mesh, storage: Any) -> Any:
-    """``storage`` bound to ``mesh``, as the engine's targets and sources."""
-    return jax.tree.map(
-        lambda s: Stored(NamedSharding(mesh, s.spec), s.shape, s.logical_shape, tuple(d.pieces for d in s.dims)),
-        storage,
-    )
 
 
 def abstract(shapes: Any, layout: Any) -> Any:
@@ -96,7 +101,7 @@ def abstract(shapes: Any, layout: Any) -> Any:
 
     Args:
         shapes: leaves with dtypes.
-        layout: a ``Stored`` for each.
+        layout: a ``Stored`` or ``Bundle`` for each.
     """
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(s.array_shape, x.dtype, sharding=s.sharding), shapes, layout)
 

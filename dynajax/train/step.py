@@ -1,4 +1,4 @@
-"""One optimizer step: a pure function of state and global batch, compiled for one placement.
+"""One optimizer step: a pure function of state and global batch, and what all kinds of steps have in common.
 
 The loss is a sum over the tokens of the global batch divided by the sum of their weights. It does not
 depend on how rows are spread, filler rows weigh nothing, and a shard with nothing to learn from adds 0.
@@ -12,20 +12,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dynajax.data import Batch, pad_rows
+from dynajax.data import Batch
 from dynajax.engine.keys import is_key
 from dynajax.errors import DeadlineError
-from dynajax.meshes import ACTIVATION_RULES, Placement, spec
-from dynajax.models import Params, mean_loss, router_loss
-from dynajax.runtime import Propagation, TokenOrder, loss_and_metrics
-from dynajax.train.job import Job
-from dynajax.train.state import TrainState, abstract
+from dynajax.models import Params
+from dynajax.train.record import PipelineShare
+from dynajax.train.state import TrainState
 
 _POLL_S = 0.0002
 
@@ -33,77 +30,56 @@ Loss = Callable[[Params, Batch], jax.Array]
 """Mean loss of a global batch as a function of the parameters."""
 
 
-@dataclass(frozen=True, eq=False)
-class CompiledStep:
-    """A step that is ready to run under one placement.
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a step.
 
     Attributes:
-        placement: where it runs.
-        layout: how the state lies, before and after: an ``engine.Stored`` for each leaf.
-        row_multiple: what divides the rows of a batch.
-        order: where the tokens of a row are.
-        rows: sharding of every leaf of a batch.
-        executable: ``(state, batch) -> (state, loss)``; consumes the state.
+        what: pull, dispatch, compute, push or update.
+        pipeline: number of the pipeline in its strategy; None where it was all devices.
+        begin_s, end_s: seconds since the step began.
     """
 
-    placement: Placement
-    layout: TrainState
-    row_multiple: int
-    order: TokenOrder
-    rows: NamedSharding
-    executable: jax.stages.Compiled
+    what: str
+    pipeline: int | None
+    begin_s: float
+    end_s: float
 
-    def __call__(self, state: TrainState, batch: Batch, *, deadline_s: float) -> tuple[TrainState, jax.Array]:
-        """The state after one step, and the loss before it.
 
-        Returns when all of it is computed: two programs with collectives in flight can starve each
-        other of threads for ever.
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a step leaves.
 
-        Args:
-            state: consumed.
-            batch: the global batch in numpy; filler rows are added here, and tokens put in order.
-            deadline_s: seconds to wait.
+    Attributes:
+        state: after it, computed.
+        loss: mean loss over the weighted tokens of the global batch, before the update.
+        strategy: what ran.
+        shares: what each pipeline did, where several run side by side.
+        trace: what happened when, where several run side by side.
+    """
+
+    state: TrainState
+    loss: float
+    strategy: str
+    shares: tuple[PipelineShare, ...] = ()
+    trace: tuple[Event, ...] = ()
+
+
+class Step(Protocol):
+    """A step that is ready to run at one place."""
+
+    @property
+    def layout(self) -> TrainState:
+        """How the state lies, before and after."""
+        ...
+
+    def __call__(self, state: TrainState, batch: Any, *, deadline_s: float) -> Outcome:
+        """Take it; consumes ``state``.
 
         Raises:
-            DeadlineError: the step is not done in time.
+            DeadlineError: it is not done in time.
         """
-        arranged = self.order.arrange(pad_rows(batch, self.row_multiple))
-        after = self.executable(state, jax.device_put(arranged, self.rows))
-        wait_ready(after, f"a step under {self.placement}", deadline_s)
-        return after
-
-
-def compile_step(job: Job, placement: Placement, layout: TrainState) -> CompiledStep:
-    """Compile the step of ``job`` for ``placement`` from shapes alone; no array is made or touched.
-
-    Args:
-        job: what is trained.
-        placement: where.
-        layout: ``job.layout(placement)``.
-    """
-    mesh, run = placement.mesh(job.devices), job.propagation(placement.strategy)
-    order, rows = run.token_order(job.batch.seq_len), NamedSharding(mesh, ROWS)
-    shape = (job.batch.rows + -job.batch.rows % run.row_multiple, order.stored_length)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype, sharding=rows), job.batch)
-    shardings = jax.tree.map(lambda stored: stored.sharding, layout)
-    jitted = jax.jit(
-        make_step(mean_over_batch(run, mesh, order), job.optimizer, shardings, job.batch.rows),
-        in_shardings=(shardings, rows),
-        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
-        donate_argnums=0,
-    )
-    executable = jitted.lower(abstract(job.shapes, layout), batch).compile()
-    return CompiledStep(placement, layout, run.row_multiple, order, rows, executable)
-
-
-def mean_over_batch(run: Propagation, mesh: Mesh, order: TokenOrder) -> Loss:
-    """The training loss of stored parameters and an arranged batch under a strategy."""
-
-    def loss(params: Params, batch: Batch) -> jax.Array:
-        loss_sum, weight_sum, stats = loss_and_metrics(run, mesh, params, batch, order)
-        return mean_loss(loss_sum, weight_sum) + router_loss(run.config, stats)
-
-    return loss
+        ...
 
 
 def make_step(
@@ -129,10 +105,6 @@ def make_step(
         return TrainState(params, opt_state, state.step + 1, rng, state.cursor + samples), value
 
     return step
-
-
-ROWS = spec(("batch", "seq"), ACTIVATION_RULES)
-"""How the leaves of a batch are cut."""
 
 
 def wait_ready(arrays: Any, what: str, deadline_s: float) -> None:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import jax
 import optax
 
 from dynajax.bytesize import parse_bytes
+from dynajax.data import DocumentSteps
 from dynajax.engine import reshard
 from dynajax.errors import SwitchError
-from dynajax.meshes import Placement, Strategy
+from dynajax.meshes import Strategy
 from dynajax.models import LlamaConfig
 from dynajax.planner import Plan
-from dynajax.train.job import DEFAULT_OPTIONS, Data, StepOptions, make_job
+from dynajax.train.balancing import Balancing
+from dynajax.train.documents import DocumentJob
+from dynajax.train.job import DEFAULT_OPTIONS, Job, Place, StepOptions
 from dynajax.train.prepare import Move, Preparation, Workshop, begin
 from dynajax.train.record import StepReport, SwitchReport
+from dynajax.train.rows import RowJob, Rows
 from dynajax.train.state import TrainState
-from dynajax.train.step import CompiledStep
+from dynajax.train.step import Event, Outcome, Step
 
 
 class Trainer:
@@ -29,16 +34,19 @@ class Trainer:
         model: shape of the decoder, dense or a mixture of experts.
         optimizer: any optax optimizer.
         strategy: the first placement, such as ``"dp2.tp4"``, ``"pp2.cp2.tp2"`` or ``"tp4@4-7"``.
-        data: global batches; see ``dynajax.data.Batches``.
+        data: global batches of rows (``dynajax.data.Batches``), or documents as they are
+            (``dynajax.data.DocumentSteps``), which pipelines side by side share: ``"tp4|pp2.tp2"``, or ``"auto"``.
         devices: all that placements may use, numbered in this order; those of JAX's default backend if None.
         seed: of the parameters and of the run's random stream.
         budget: bytes that a device may hold above the larger of both states during a switch.
         deadline_s: seconds after which a step or a preparation is given up by name.
+        balancing: how documents are shared out; each device holds the longest one if None.
         options: micro-batches, interleaved stages, precision and rematerialising of a step.
 
     Attributes:
         job: what is trained.
         placement: where the state lies.
+        trace: what happened when in the last step, where pipelines ran side by side.
 
     Example:
         >>> trainer = Trainer(preset("small"), optax.adam(1e-3), "dp2.tp4", batches)
@@ -53,18 +61,20 @@ class Trainer:
         self,
         model: LlamaConfig,
         optimizer: optax.GradientTransformation,
-        strategy: str | Strategy | Placement,
-        data: Data,
+        strategy: str | Strategy | Place,
+        data: Rows | DocumentSteps,
         *,
         devices: Sequence[jax.Device] | None = None,
         seed: int = 0,
         budget: int | str = "64MB",
         deadline_s: float = 600.0,
         options: StepOptions = DEFAULT_OPTIONS,
+        balancing: Balancing | None = None,
     ) -> None:
-        self.job = make_job(model, optimizer, data, jax.devices() if devices is None else devices, options)
+        self.job = _job(model, optimizer, data, devices or jax.devices(), options, balancing)
         self.placement = self.job.place(strategy)
         self.data, self.seed, self.deadline_s = data, seed, deadline_s
+        self.trace: tuple[Event, ...] = ()
         self.workshop = Workshop(self.job, parse_bytes(budget))
 
     @cached_property
@@ -94,14 +104,15 @@ class Trainer:
         Raises:
             DeadlineError: the step is not done in time; the state it consumed is gone.
         """
-        compiled = self.workshop.steps.get(self.placement, self.deadline_s)
+        step = self.workshop.steps.get(self.placement, self.deadline_s)
         start = time.perf_counter()
         number, batch = self.next_step, self.data.take(int(self.state.cursor), self.data.batch_size)
-        self.state, loss = compiled(self.state, batch, deadline_s=self.deadline_s)
+        outcome = step(self.state, batch, deadline_s=self.deadline_s)
+        self.state, self.trace = outcome.state, outcome.trace
         seconds = time.perf_counter() - start
-        return StepReport(number, float(loss), batch.num_targets, batch.samples, str(self.placement), seconds)
+        return step_report(number, outcome, batch.num_targets, batch.samples, seconds)
 
-    def plan(self, source: str | Strategy | Placement, target: str | Strategy | Placement) -> Plan:
+    def plan(self, source: str | Strategy | Place, target: str | Strategy | Place) -> Plan:
         """The plan of a move, kept for when it comes.
 
         Raises:
@@ -110,14 +121,14 @@ class Trainer:
         """
         return self.workshop.plan(Move(self.job.place(source), self.job.place(target)))
 
-    def prepare(self, strategy: str | Strategy | Placement) -> Preparation:
+    def prepare(self, strategy: str | Strategy | Place) -> Preparation:
         """Begin to compile the step of ``strategy`` and to plan the move to it, in the background.
 
         Errors come with ``wait`` of what is returned, or with ``switch``.
         """
         return begin(self.workshop, Move(self.placement, self.job.place(strategy)))
 
-    def switch(self, strategy: str | Strategy | Placement) -> SwitchReport:
+    def switch(self, strategy: str | Strategy | Place) -> SwitchReport:
         """Go on under ``strategy`` from the next step; what was prepared costs nothing now.
 
         Raises:
@@ -154,11 +165,33 @@ class Trainer:
             prepared=prepared,
         )
 
-    def _step_of(self, placement: Placement) -> tuple[CompiledStep, float]:
+    def _step_of(self, placement: Place) -> tuple[Step, float]:
         """The compiled step of ``placement``, and the seconds it took to compile it: 0 if it was there."""
         start, ready = time.perf_counter(), self.workshop.steps.ready(placement)
         compiled = self.workshop.steps.get(placement, self.deadline_s)
         return compiled, 0.0 if ready else time.perf_counter() - start
+
+
+def _job(
+    model: LlamaConfig,
+    optimizer: optax.GradientTransformation,
+    data: Rows | DocumentSteps,
+    devices: Sequence[jax.Device],
+    options: StepOptions,
+    balancing: Balancing | None,
+) -> Job[Any]:
+    """The kind of job that ``data`` calls for."""
+    if isinstance(data, DocumentSteps):
+        return DocumentJob.of(model, optimizer, data, devices, balancing or Balancing(data.longest), options)
+    return RowJob.of(model, optimizer, data, devices, options)
+
+
+def step_report(number: int, outcome: Outcome, tokens: int, samples: int, seconds: float) -> StepReport:
+    """The report of step ``number``."""
+    shares = outcome.shares
+    busy = sum(share.busy_s * share.devices for share in shares)
+    idle = 1 - busy / (seconds * sum(share.devices for share in shares)) if shares else None
+    return StepReport(number, outcome.loss, tokens, samples, outcome.strategy, seconds, shares, idle)
 
 
 def _left_of(state: TrainState) -> str:

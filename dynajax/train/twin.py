@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dynajax.meshes import Placement
+from dynajax.train.job import Place
 from dynajax.train.state import TrainState
 from dynajax.train.trainer import Trainer
 
 
-def unswitched_losses(trainer: Trainer, placement: Placement, state: TrainState, steps: int) -> Iterator[float]:
+def unswitched_losses(trainer: Trainer, placement: Place, state: TrainState, steps: int) -> Iterator[float]:
     """The losses of the steps from ``state`` to ``steps``, all under ``placement``.
 
     Args:
@@ -21,5 +21,6 @@ def unswitched_losses(trainer: Trainer, placement: Placement, state: TrainState,
     compiled = trainer.workshop.steps.get(placement, trainer.deadline_s)
     for _ in range(int(state.step), steps):
         batch = trainer.data.take(int(state.cursor), trainer.data.batch_size)
-        state, loss = compiled(state, batch, deadline_s=trainer.deadline_s)
-        yield float(loss)
+        outcome = compiled(state, batch, deadline_s=trainer.deadline_s)
+        state = outcome.state
+        yield outcome.loss

@@ -13,8 +13,7 @@ from dynajax import models
 from dynajax.data import Batches, MemoryDocuments
 from dynajax.meshes import Placement
 from dynajax.train import Trainer, TrainState
-from dynajax.train.job import Job, make_job
-from dynajax.train.state import to_storage
+from dynajax.train.rows import RowJob
 
 MODEL = models.LlamaConfig(layers=2, hidden=16, ffn=32, heads=8, kv_heads=8, head_dim=4, vocab=256, tied=True)
 DOCUMENTS = tuple((f"def f{i}(x):\n    return x * {i}\n" * (1 + i % 5)).encode() for i in range(40))
@@ -36,11 +35,11 @@ def trainer(strategy: str = "dp2.tp4", optimizer: optax.GradientTransformation |
     return Trainer(MODEL, optimizer or adam(), strategy, data(), devices=jax.devices()[:8], **more)
 
 
-def job(optimizer: optax.GradientTransformation | None = None) -> Job:
-    return make_job(MODEL, optimizer or adam(), data(), jax.devices()[:8])
+def job(optimizer: optax.GradientTransformation | None = None) -> RowJob:
+    return RowJob.of(MODEL, optimizer or adam(), data(), jax.devices()[:8])
 
 
-def random_values(job: Job) -> TrainState:
+def random_values(job: Any) -> TrainState:
     """A state of whole tensors whose every number is another one, so that nothing can be lost unnoticed."""
     rng = np.random.default_rng(0)
 
@@ -53,13 +52,13 @@ def random_values(job: Job) -> TrainState:
     return jax.tree.map(fill, job.shapes)
 
 
-def placed(job: Job, values: TrainState, placement: Placement) -> TrainState:
+def placed(job: Any, values: TrainState, placement: Placement) -> TrainState:
     """Whole tensors put on devices without the engine."""
-    stored = to_storage(job.storage(placement.strategy), values)
+    stored = job.arrangement(placement)(values)
     return jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), stored, job.layout(placement))
 
 
-def random_state(job: Job, placement: Placement) -> TrainState:
+def random_state(job: RowJob, placement: Placement) -> TrainState:
     """``random_values`` as they lie under a placement."""
     return placed(job, random_values(job), placement)
 

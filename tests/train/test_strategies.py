@@ -45,9 +45,9 @@ def test_one_step_is_that_of_one_device(model: LlamaConfig, strategy: str):
     losses, after = reference(model)
     state = placed(job, jax.tree.map(jnp.copy, running(model).state), placement)
     compiled = running(model).workshop.steps.get(placement, 600.0)
-    state, loss = compiled(state, data()[0], deadline_s=600.0)
-    assert largest_difference([float(loss)], losses[:1]) < 1e-5
-    got = numbers(job.to_plain(state, placement).params)
+    outcome = compiled(state, data()[0], deadline_s=600.0)
+    assert largest_difference([outcome.loss], losses[:1]) < 1e-5
+    got = numbers(job.to_plain(outcome.state, placement).params)
     assert jax.tree.structure(got) == jax.tree.structure(after[0])
     for path, ours in jax.tree_util.tree_leaves_with_path(got):
         wanted, before = (_at(tree, path) for tree in (after[0], start))

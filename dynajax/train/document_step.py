@@ -1,0 +1,235 @@
+"""A step on documents: plan, pull, compute on every pipeline, push, update.
+
+Pipelines are dispatched without waiting for one another, the one that will take longest first: while it computes, the
+next ones pull; while it still computes, those that are done push. Who comes when follows from the plan alone, never
+from who is ready first, so that all processes of a job would go through the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dynajax.balance import IterationPlan, PipelineFill, PlanAhead, Planner, short_text
+from dynajax.data import DocumentBatch, DocumentSteps, Segment
+from dynajax.errors import DeadlineError
+from dynajax.meshes import Placement
+from dynajax.runtime.pipelines import PipelineRunner
+from dynajax.train.candidates import Candidates
+from dynajax.train.record import PipelineShare
+from dynajax.train.state import TrainState
+from dynajax.train.step import Event, Outcome, wait_ready
+
+_PLANS_AHEAD = 2
+_PATIENCE_S = 60.0
+_POLL_S = 0.0002
+
+
+@dataclass(frozen=True, eq=False)
+class FlatPrograms:
+    """What is computed in the optimizer layout, each device on its own part.
+
+    Attributes:
+        cast: parameters as they are pulled.
+        add: gradients of two pipelines; consumes the first.
+        update: ``(state, gradients) -> state``; consumes the state.
+    """
+
+    cast: jax.stages.Compiled
+    add: jax.stages.Compiled
+    update: jax.stages.Compiled
+
+    @staticmethod
+    def of(optimizer: optax.GradientTransformation, state: TrainState, dtype: Any) -> FlatPrograms:
+        """Compile them.
+
+        Args:
+            optimizer: treats each element alike.
+            state: ``ShapeDtypeStruct`` leaves with shardings.
+            dtype: of parameters when they are pulled.
+        """
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), state.params)
+
+        def update(state: TrainState, grads: Any) -> TrainState:
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params: Any = optax.apply_updates(state.params, updates)
+            rng = jax.random.split(state.rng, 1)[0]
+            return TrainState(params, opt_state, state.step + 1, rng, state.cursor + 1)
+
+        cast = jax.jit(lambda p: jax.tree.map(lambda x: x.astype(dtype), p), out_shardings=shardings.params)
+        add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), out_shardings=shardings.params, donate_argnums=0)
+        updated = jax.jit(update, out_shardings=shardings, donate_argnums=0)
+        return FlatPrograms(
+            cast.lower(state.params).compile(),
+            add.lower(grads, grads).compile(),
+            updated.lower(state, grads).compile(),
+        )
+
+
+class DocumentStep:
+    """A step that is ready to run, whatever strategy its documents call for.
+
+    Args:
+        place: the strategies and their devices.
+        layout: how the state lies, before and after.
+        data: the documents of later steps, for planning ahead.
+        planner: chooses and fills.
+        runners: of every pipeline of every strategy.
+        flat: programs on the optimizer layout.
+    """
+
+    def __init__(
+        self,
+        place: Candidates,
+        layout: TrainState,
+        data: DocumentSteps,
+        planner: Planner,
+        runners: Mapping[Placement, PipelineRunner],
+        flat: FlatPrograms,
+    ) -> None:
+        self.place, self.layout = place, layout
+        self._plans, self._runners, self._flat = _Plans(planner, data), runners, flat
+
+    def __call__(self, state: TrainState, batch: DocumentBatch, *, deadline_s: float) -> Outcome:
+        """The state after one step on the documents of ``batch``, and the loss before it; consumes ``state``.
+
+        Raises:
+            DeadlineError: the step is not done in time.
+            BalanceError: no strategy holds the longest document.
+        """
+        plan, log = self._plans.take(int(state.cursor)), _Log()
+        scale = 1 / max(batch.num_targets, 1)
+        passes = [
+            _Pass(number, self._runners[where], fill, batch.segments)
+            for number, (where, fill) in enumerate(
+                zip(self.place.pipelines(plan.candidate), plan.pipelines, strict=True)
+            )
+        ]
+        by_end = sorted((p for p in passes if p.fill.microbatches), key=lambda p: p.fill.ms)
+        params = self._flat.cast(state.params)
+        for one in reversed(by_end):
+            one.start(params, scale, log)
+        grads: Any = None
+        for one in by_end:
+            pushed = one.finish(by_end, deadline_s, log)
+            grads = pushed if grads is None else self._flat.add(grads, pushed)
+        if grads is None:
+            grads = jax.tree.map(jnp.zeros_like, state.params)
+        with log.event("update"):
+            after = self._flat.update(state, grads)
+            wait_ready(after, f"the update under {self.place}", deadline_s)
+        loss = sum(one.loss for one in passes) * scale
+        return Outcome(after, loss, short_text(plan.strategy), tuple(p.share for p in passes), tuple(log.events))
+
+
+class _Plans:
+    """The plan of each step, made while an earlier one runs; steps may be asked for from any number on."""
+
+    def __init__(self, planner: Planner, data: DocumentSteps) -> None:
+        self._planner, self._data = planner, data
+        self._ahead: PlanAhead | None = None
+        self._first = self._next = 0
+
+    def take(self, step: int) -> IterationPlan:
+        if self._ahead is None or step != self._next:
+            if self._ahead is not None:
+                self._ahead.close()
+            self._ahead = PlanAhead(
+                self._planner, lambda n: self._data.lengths(step + n), depth=_PLANS_AHEAD, patience_s=_PATIENCE_S
+            )
+            self._first = step
+        self._next = step + 1
+        return self._ahead.take(step - self._first).plan
+
+
+class _Pass:
+    """What one pipeline does in one step.
+
+    Args:
+        number: of the pipeline in its strategy.
+        runner: what is compiled for it.
+        fill: its micro-batches.
+        segments: the documents of the step.
+    """
+
+    def __init__(self, number: int, runner: PipelineRunner, fill: PipelineFill, segments: Sequence[Segment]) -> None:
+        self.number, self.fill, self.loss = number, fill, 0.0
+        self._runner, self._segments = runner, segments
+        self._sums: Any = None
+        self._began_s = self._ended_s = 0.0
+        self._moved = [0, 0]
+
+    def start(self, params: Any, scale: float, log: _Log) -> None:
+        """Pull, and dispatch all micro-batches."""
+        with log.event("pull", self.number):
+            pulled, report = self._runner.pull(params)
+        self._moved[0] = report.bytes_moved
+        rows = [(mb.padded, [self._segments[n] for n in mb.sequences]) for mb in self.fill.microbatches]
+        with log.event("dispatch", self.number):
+            self._began_s = log.now
+            self._sums = self._runner.dispatch(pulled, rows, scale)
+
+    def finish(self, running: Sequence[_Pass], deadline_s: float, log: _Log) -> Any:
+        """Wait for the gradients, and push them to the optimizer layout."""
+        limit = time.monotonic() + deadline_s
+        while not self._is_done(log):
+            if time.monotonic() > limit:
+                raise DeadlineError(f"pipeline {self.number} ({self.fill.pipeline}) is not done after {deadline_s:g} s")
+            for one in running:
+                one._is_done(log)
+            time.sleep(_POLL_S)
+        self.loss = float(self._sums[1])
+        with log.event("push", self.number):
+            grads, report = self._runner.push(self._sums)
+        self._moved[1], self._sums = report.bytes_moved, None
+        return grads
+
+    @property
+    def share(self) -> PipelineShare:
+        """What the pipeline did."""
+        fill = self.fill
+        return PipelineShare(
+            str(fill.pipeline),
+            fill.pipeline.num_devices,
+            sum(len(mb.sequences) for mb in fill.microbatches),
+            sum(mb.tokens for mb in fill.microbatches),
+            len(fill.microbatches),
+            self._ended_s - self._began_s,
+            *self._moved,
+        )
+
+    def _is_done(self, log: _Log) -> bool:
+        """True if all is computed; the first time that is seen, it is written down."""
+        if self._ended_s:
+            return True
+        if not all(shard.data.is_ready() for x in jax.tree.leaves(self._sums) for shard in x.addressable_shards):
+            return False
+        self._ended_s = log.now
+        log.events.append(Event("compute", self.number, self._began_s, self._ended_s))
+        return True
+
+
+class _Log:
+    """The events of a step, in seconds since it began."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._zero = time.perf_counter()
+
+    @property
+    def now(self) -> float:
+        return time.perf_counter() - self._zero
+
+    @contextmanager
+    def event(self, what: str, pipeline: int | None = None) -> Iterator[None]:
+        begin = self.now
+        yield
+        self.events.append(Event(what, pipeline, begin, self.now))

@@ -1,0 +1,154 @@
+"""Jobs that train on documents of any length: unlike pipelines side by side, chosen and filled anew in each step.
+
+The state lies in the optimizer layout, which is the same for all strategies on the same devices: a change of strategy
+moves nothing. Other devices are a switch like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dynajax.balance import Planner
+from dynajax.data import DocumentSteps
+from dynajax.engine import Stored
+from dynajax.errors import StrategyError
+from dynajax.meshes import Placement, Strategy, read_devices
+from dynajax.models import LlamaConfig, MoeConfig
+from dynajax.runtime import Propagation
+from dynajax.runtime.flat import flat_layout, flat_sharding, flatten
+from dynajax.runtime.pipelines import PipelineRunner
+from dynajax.train.balancing import Balancing
+from dynajax.train.candidates import Candidates
+from dynajax.train.document_step import DocumentStep, FlatPrograms
+from dynajax.train.elementwise import require_elementwise
+from dynajax.train.fit import require_fit
+from dynajax.train.job import DEFAULT_OPTIONS, NO_MESH, Job, StepOptions
+from dynajax.train.state import TrainState, abstract, mirrors
+
+AUTO = "auto"
+"""The name of all strategies that are proposed for the data."""
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentJob(Job[Candidates]):
+    """A job that takes the documents of a step under any strategy of several pipelines.
+
+    Attributes:
+        data: the documents of each step.
+        balancing: how they are shared out.
+
+    Raises:
+        StrategyError: the optimizer or the model cannot be trained by pipelines side by side.
+    """
+
+    data: DocumentSteps
+    balancing: Balancing
+
+    @staticmethod
+    def of(
+        model: LlamaConfig,
+        optimizer: optax.GradientTransformation,
+        data: DocumentSteps,
+        devices: Sequence[jax.Device],
+        balancing: Balancing,
+        options: StepOptions = DEFAULT_OPTIONS,
+    ) -> DocumentJob:
+        """The job that trains ``model`` on ``data``."""
+        job = DocumentJob(model, optimizer, tuple(devices), options, data, balancing)
+        if isinstance(model, MoeConfig) and model.balance_weight:
+            raise StrategyError(
+                f"the load-balance loss (weight {model.balance_weight:g}) is of the experts' load over all documents, "
+                "which no pipeline knows alone; take balance_weight=0, or one strategy for all"
+            )
+        require_elementwise(optimizer, job.shapes.params)
+        return job
+
+    def place(self, strategy: str | Strategy | Placement | Candidates) -> Candidates:
+        """Read ``auto``, a strategy, or either with devices as in ``auto@0-7``.
+
+        Raises:
+            StrategyError: it cannot be read, or fits neither the model nor the devices.
+            BalanceError: no pipeline holds the longest document.
+        """
+        if isinstance(strategy, Candidates):
+            return strategy
+        text, at, numbers = str(strategy).partition("@")
+        if text == AUTO:
+            devices = read_devices(numbers, str(strategy)) if at else tuple(range(len(self.devices)))
+            found = Candidates(str(strategy), self.balancing.propose(self.model, self.data, len(devices)), devices)
+        else:
+            found = Candidates.one(Placement.parse(strategy))
+        for index in range(len(found.strategies)):
+            for pipeline in found.pipelines(index):
+                require_fit(self.model, pipeline, len(self.devices))
+        self.planner(found)
+        return found
+
+    def planner(self, place: Candidates) -> Planner:
+        """Plans iterations over the strategies of ``place``.
+
+        Raises:
+            BalanceError: a pipeline has no price, or none holds the longest document.
+        """
+        kinds = dict.fromkeys(p for strategy in place.strategies for p in strategy.pipelines)
+        planner = Planner(place.strategies, self.balancing.costs(self.model, tuple(kinds)), self.balancing.options)
+        planner.plan([self.data.longest])
+        return planner
+
+    def layout(self, place: Candidates) -> TrainState:
+        """The optimizer layout: flat over all devices; what mirrors no parameter is whole on each."""
+        sharding = self._sharding(place)
+        flat, whole = flat_layout(self.shapes, sharding), NamedSharding(sharding.mesh, PartitionSpec())
+        return jax.tree.map(
+            lambda is_flat, bundle, x: bundle if is_flat else Stored.plain(whole, x.shape),
+            self._is_flat,
+            flat,
+            self.shapes,
+        )
+
+    def arrangement(self, place: Candidates) -> Callable[[TrainState], TrainState]:
+        """Flattens tensors."""
+        parts, is_flat = len(place.devices), self._is_flat
+        return lambda state: jax.tree.map(lambda flat, x: flatten(x, parts) if flat else x, is_flat, state)
+
+    def compile_step(self, place: Candidates, layout: TrainState) -> DocumentStep:
+        """Compile every program that any strategy of ``place`` may need."""
+        planner, shapes = self.planner(place), self.balancing.shapes
+        optimizer = flat_layout(self.shapes.params, self._sharding(place))
+        rows = {cost.pipeline: shapes.rows(cost) for c in planner.candidates for cost in c.kinds}
+        runners: dict[Placement, PipelineRunner] = {}
+        for index in range(len(place.strategies)):
+            for pipeline in place.pipelines(index):
+                if pipeline not in runners:
+                    run, mesh = self._propagation(pipeline.strategy), pipeline.mesh(self.devices)
+                    lengths = rows[pipeline.strategy.pipelines[0]]
+                    runners[pipeline] = PipelineRunner.of(run, mesh, optimizer, lengths, shapes.max_segments)
+        state = abstract(self.shapes, layout)
+        return DocumentStep(
+            place, layout, self.data, planner, runners, FlatPrograms.of(self.optimizer, state, self.options.dtype)
+        )
+
+    def _propagation(self, strategy: Strategy) -> Propagation:
+        options, pp = self.options, strategy.size("pp")
+        microbatches = (options.microbatches or 2 * pp) if pp > 1 else 1
+        chunks = options.chunks if pp > 1 else 1
+        with jax.set_mesh(NO_MESH):
+            made = Propagation(self.model, strategy, microbatches, chunks, options.dtype, options.remat)
+            _ = made.storage
+        return made
+
+    def _sharding(self, place: Candidates) -> NamedSharding:
+        return flat_sharding([self.devices[number] for number in place.devices])
+
+    @cached_property
+    def _is_flat(self) -> TrainState:
+        """Which leaves of the state have a parameter's shape."""
+        shapes = self.shapes
+        params = jax.tree.map(lambda x: True, shapes.params)
+        return TrainState(params, mirrors(shapes.opt_state, shapes.params), False, False, False)

@@ -1,0 +1,163 @@
+"""Jobs that train on batches of packed rows: one program over one mesh, the state stored as its strategy wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dynajax.data import Batch, pad_rows
+from dynajax.meshes import ACTIVATION_RULES, Placement, Strategy, spec
+from dynajax.models import LlamaConfig, Params, mean_loss, router_loss
+from dynajax.runtime import Propagation, TokenOrder, loss_and_metrics
+from dynajax.train.fit import batch_shards, require_fit
+from dynajax.train.job import DEFAULT_OPTIONS, NO_MESH, Job, StepOptions
+from dynajax.train.state import TrainState, abstract, state_storage, to_storage
+from dynajax.train.step import Loss, Outcome, make_step, wait_ready
+
+
+class Rows(Protocol):
+    """Where global batches come from; ``dynajax.data.Batches`` is one."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the global batch."""
+        ...
+
+    def take(self, sample: int, count: int) -> Batch:
+        """Rows ``sample`` to ``sample + count`` of one endless stream: the same whoever asks, and when."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class RowJob(Job[Placement]):
+    """A job that takes a global batch of rows a step, under one strategy.
+
+    Attributes:
+        batch: a global batch with ``ShapeDtypeStruct`` leaves.
+    """
+
+    batch: Batch
+
+    @staticmethod
+    def of(
+        model: LlamaConfig,
+        optimizer: optax.GradientTransformation,
+        data: Rows,
+        devices: Sequence[jax.Device],
+        options: StepOptions = DEFAULT_OPTIONS,
+    ) -> RowJob:
+        """The job that trains ``model`` on ``data``."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), data.take(0, data.batch_size))
+        return RowJob(model, optimizer, tuple(devices), options, shapes)
+
+    def place(self, strategy: str | Strategy | Placement) -> Placement:
+        """Read a placement and check that it fits.
+
+        Raises:
+            StrategyError: it cannot be read, or fits neither the model nor the devices.
+        """
+        placement = Placement.parse(strategy)
+        require_fit(self.model, placement, len(self.devices))
+        return placement
+
+    def propagation(self, strategy: Strategy) -> Propagation:
+        """How the model is stored and run under ``strategy``."""
+        options, pp = self.options, strategy.size("pp")
+        rows = -(-self.batch.rows // batch_shards(strategy))
+        microbatches = (min(2 * pp, rows) if pp > 1 else 1) if options.microbatches is None else options.microbatches
+        chunks = options.chunks if pp > 1 else 1
+        return Propagation(self.model, strategy, microbatches, chunks, options.dtype, options.remat)
+
+    def storage(self, strategy: Strategy) -> TrainState:
+        """How the state is stored under ``strategy``: a ``Storage`` in the place of each leaf.
+
+        Raises:
+            StrategyError: the optimizer takes means over a dim that is padded.
+        """
+        with jax.set_mesh(NO_MESH):
+            return state_storage(self.shapes, self.propagation(strategy).storage)
+
+    def layout(self, place: Placement) -> TrainState:
+        """How the state lies under a placement: an ``engine.Stored`` for each leaf."""
+        mesh = place.mesh(self.devices)
+        return jax.tree.map(lambda storage: storage.on(mesh), self.storage(place.strategy))
+
+    def arrangement(self, place: Placement) -> Callable[[TrainState], TrainState]:
+        """Makes the stored form of whole tensors."""
+        return partial(to_storage, self.storage(place.strategy))
+
+    def compile_step(self, place: Placement, layout: TrainState) -> RowStep:
+        """Compile the step under a placement."""
+        mesh, run = place.mesh(self.devices), self.propagation(place.strategy)
+        order, rows = run.token_order(self.batch.seq_len), NamedSharding(mesh, ROWS)
+        shape = (self.batch.rows + -self.batch.rows % run.row_multiple, order.stored_length)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype, sharding=rows), self.batch)
+        shardings = jax.tree.map(lambda stored: stored.sharding, layout)
+        jitted = jax.jit(
+            make_step(mean_over_batch(run, mesh, order), self.optimizer, shardings, self.batch.rows),
+            in_shardings=(shardings, rows),
+            out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+            donate_argnums=0,
+        )
+        executable = jitted.lower(abstract(self.shapes, layout), batch).compile()
+        return RowStep(place, layout, run.row_multiple, order, rows, executable)
+
+
+@dataclass(frozen=True, eq=False)
+class RowStep:
+    """A step that is ready to run under one placement.
+
+    Attributes:
+        placement: where it runs.
+        layout: how the state lies, before and after.
+        row_multiple: what divides the rows of a batch.
+        order: where the tokens of a row are.
+        rows: sharding of every leaf of a batch.
+        executable: ``(state, batch) -> (state, loss)``; consumes the state.
+    """
+
+    placement: Placement
+    layout: TrainState
+    row_multiple: int
+    order: TokenOrder
+    rows: NamedSharding
+    executable: jax.stages.Compiled
+
+    def __call__(self, state: TrainState, batch: Batch, *, deadline_s: float) -> Outcome:
+        """The state after one step, and the loss before it.
+
+        Returns when all of it is computed: two programs with collectives in flight can starve each
+        other of threads for ever.
+
+        Args:
+            state: consumed.
+            batch: the global batch in numpy; filler rows are added here, and tokens put in order.
+            deadline_s: seconds to wait.
+
+        Raises:
+            DeadlineError: the step is not done in time.
+        """
+        arranged = self.order.arrange(pad_rows(batch, self.row_multiple))
+        after, loss = self.executable(state, jax.device_put(arranged, self.rows))
+        wait_ready((after, loss), f"a step under {self.placement}", deadline_s)
+        return Outcome(after, float(loss), str(self.placement))
+
+
+def mean_over_batch(run: Propagation, mesh: Mesh, order: TokenOrder) -> Loss:
+    """The training loss of stored parameters and an arranged batch under a strategy."""
+
+    def loss(params: Params, batch: Any) -> jax.Array:
+        loss_sum, weight_sum, stats = loss_and_metrics(run, mesh, params, batch, order)
+        return mean_loss(loss_sum, weight_sum) + router_loss(run.config, stats)
+
+    return loss
+
+
+ROWS = spec(("batch", "seq"), ACTIVATION_RULES)
+"""How the leaves of a batch are cut."""
