@@ -7,7 +7,6 @@ devices' shards pass through it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +15,10 @@ import numpy as np
 
 from dynajax.engine import _jax_private as private
 from dynajax.engine import uninitialised
+from dynajax.engine.host_view import Copy, View, bytes_of, same_bytes, word_of
 from dynajax.engine.places import Places, memory_kind, shards_of
 from dynajax.engine.report import Stopwatch
-from dynajax.engine.shared_memory import Copy, Words, _Kind, bytes_of, word_of
+from dynajax.engine.shared_memory import Kind
 from dynajax.engine.tree import Held, Leaf, located
 from dynajax.errors import CheckError
 from dynajax.planner import Move
@@ -77,13 +77,11 @@ class Bundles:
         return new
 
     def _compile(self, new: Sequence[_Unfinished]) -> None:
-        """Have the programs that allocate; finding what was compiled before does not count as compiling."""
-        start, compiled = time.perf_counter(), uninitialised.allocator.cache_info().misses
-        for kind in (unfinished.kind for unfinished in new):
-            if kind.is_owned_by_xla:
-                uninitialised.allocator(kind.devices, kind.shape, kind.dtype, 1)
-        found_all = uninitialised.allocator.cache_info().misses == compiled
-        self._watch.seconds["group" if found_all else "compile"] += time.perf_counter() - start
+        """Have the programs that allocate."""
+        with self._watch.compiling(uninitialised.compiled_so_far):
+            for kind in (unfinished.kind for unfinished in new):
+                if kind.is_owned_by_xla:
+                    uninitialised.allocator(kind.devices, kind.shape, kind.dtype, 1)
 
     def _copies(self, move: Move, leaf: Leaf, passed: bool) -> list[Copy]:
         """``(to, from)`` views of every box to copy out of a source, or to pass on out of a target."""
@@ -123,7 +121,7 @@ class _Unfinished:
 
     def __init__(self, target: Held, like: Any, move: Move, places: Places) -> None:
         self.missing = target.tensors
-        self.buffers: dict[int, Words] = {}
+        self.buffers: dict[int, View] = {}
         self._target, self._like = target, like
         sharding = target.stored.sharding
         self._order = private.device_order(sharding)
@@ -134,7 +132,7 @@ class _Unfinished:
         default = memory_kind(sharding) == self._order[0].default_memory().kind
         on_cpu = all(d.platform == "cpu" for d in self._order)
         shape = (*sharding.shard_shape(target.stored.array_shape), *self._inner)
-        self.kind = _Kind(filled, shape, dtype, default and on_cpu)
+        self.kind = Kind(filled, shape, dtype, default and on_cpu)
         self._owned: dict[int, jax.Array] = {}
 
     def allocate(self, places: Places) -> None:
@@ -166,12 +164,12 @@ class _Unfinished:
         return self.buffers[number].view(self.kind.dtype).reshape(self.kind.shape)
 
 
-def _views(array: jax.Array, places: Places) -> dict[int, Words]:
+def _views(array: jax.Array, places: Places) -> dict[int, View]:
     """The bytes of an array's shard at each place."""
     return {n: bytes_of(shard) for n, shard in shards_of(array, places).items()}
 
 
-def _zeros(nbytes: int) -> Words:
+def _zeros(nbytes: int) -> View:
     """Zeros at an address that devices can use where it lies."""
     slab = np.zeros(nbytes + _ALIGNMENT, np.uint8)
     start = -slab.ctypes.data % _ALIGNMENT
@@ -181,6 +179,6 @@ def _zeros(nbytes: int) -> Words:
 def _compare(copies: Sequence[tuple[Move, Sequence[Copy]]]) -> None:
     for move, made in copies:
         for row, (to, source) in enumerate(made):
-            if not np.array_equal(to, source):
+            if not same_bytes(to, source):
                 device = int(move.copies.target[row])
                 raise CheckError(f"{move.tensor.path}: the bytes of place {device} are not those of its source")

@@ -2,48 +2,116 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Self
 
 import jax
 
 from dynajax.engine import _jax_private as private
 from dynajax.engine.bundles import Bundles
+from dynajax.engine.check import check_moved
 from dynajax.engine.places import Places
 from dynajax.engine.report import Stopwatch
-from dynajax.engine.shared_memory import Transport
-from dynajax.engine.tree import Leaf
-from dynajax.planner import Plan
+from dynajax.engine.transport import Transport
+from dynajax.engine.tree import Held, Leaf
+from dynajax.planner import Move, Plan
 
 
 def execute(
-    plan: Plan, leaves: Sequence[Leaf], transport: Transport, watch: Stopwatch, places: Places, check: bool
-) -> tuple[dict[int, jax.Array], int]:
-    """Target arrays by leaf index, and the most bytes that a place held above its base.
+    plan: Plan,
+    leaves: Sequence[Leaf],
+    places: Places,
+    transport: Transport,
+    watch: Stopwatch,
+    *,
+    share: bool,
+    check: bool,
+    snapshot: str | None = None,
+) -> dict[int, jax.Array]:
+    """Target arrays by leaf index.
 
-    With ``plan.donate`` every source array is deleted at the end of the last stage that reads it. Its buffers are let
-    go, not destroyed: those that stay live on in the target, and those that an array outside the state shares live on
-    there.
+    With ``plan.donate`` every source array is given up at the end of the last stage that reads it.
+
+    Args:
+        plan: what to do.
+        leaves: one for each move of the plan.
+        places: what the plan's numbers mean.
+        transport: what carries the bytes.
+        watch: where the time goes.
+        share: whether buffers that stay may be shared with the source, because it is given up now or later.
+        check: compare every copied piece with its source.
+        snapshot: what an error names to go on from.
     """
     bundles = Bundles(places, watch)
-    disowner = private.Disowner()
     moved: dict[int, jax.Array] = {}
     unread = Counter({source: source.tensors for leaf in leaves for source in leaf.sources})
-    try:
+    with _Remains(plan, snapshot) as remains:
         for stage in plan.stages:
             pairs = [(plan.moves[k], leaves[k]) for k in stage]
-            alone = [(move, leaf) for move, leaf in pairs if leaf.is_alone]
-            arrays = transport.run(alone, plan.donate, check) if alone else []
-            made = {leaf.index: array for (_, leaf), array in zip(alone, arrays, strict=True)}
+            made = _alone(
+                [(move, leaf) for move, leaf in pairs if leaf.is_alone], places, transport, watch, share, check
+            )
             made |= bundles.run([(move, leaf) for move, leaf in pairs if not leaf.is_alone], check)
             moved |= made
             unread.subtract(source for _, leaf in pairs for source in leaf.sources)
             if plan.donate:
                 with watch.phase("free"):
-                    stay = {id(array) for array in made.values()}
-                    for source in {source: None for _, leaf in pairs for source in leaf.sources}:
-                        if not unread[source] and id(source.array) not in stay:
-                            disowner.disown(private.physical(source.array))
+                    done = {source: None for _, leaf in pairs for source in leaf.sources if not unread[source]}
+                    give_up(done, made.values())
+                    remains.stages_done += 1
+    return moved
+
+
+def _alone(
+    pairs: list[tuple[Move, Leaf]], places: Places, transport: Transport, watch: Stopwatch, share: bool, check: bool
+) -> dict[int, jax.Array]:
+    """The target arrays of tensors that are alone in theirs."""
+    arrays = transport.run(pairs, share) if pairs else []
+    if check:
+        with watch.phase("verify"):
+            for (move, leaf), array in zip(pairs, arrays, strict=True):
+                check_moved(move, leaf, array, places)
+    return {leaf.index: array for (_, leaf), array in zip(pairs, arrays, strict=True)}
+
+
+def give_up(sources: Iterable[Held], moved: Iterable[jax.Array]) -> None:
+    """Delete source arrays, but for those that are targets themselves.
+
+    Their buffers are let go, not destroyed: those that stay live on in the target, and those that an array outside
+    the state shares live on there.
+    """
+    stay = {id(array) for array in moved}
+    disowner = private.Disowner()
+    try:
+        for source in sources:
+            if id(source.array) not in stay:
+                disowner.disown(private.physical(source.array))
     finally:
         disowner.close()
-    return moved, plan.peak_extra_bytes
+
+
+def peak_extra(plan: Plan, overhead: int) -> int:
+    """The most bytes that a place holds above its base, of which ``overhead`` beside the shards of what is copied."""
+    if not any(len(move.route.lo) for move in plan.moves):
+        overhead = 0
+    return dataclasses.replace(plan.footprint, peak=plan.footprint.peak + overhead).extra(plan.donate)
+
+
+class _Remains:
+    """Notes on an error what is left of a source that is given up stage by stage."""
+
+    def __init__(self, plan: Plan, snapshot: str | None) -> None:
+        self._stages, self._snapshot = len(plan.stages), snapshot
+        self.stages_done = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.stages_done:
+            error.add_note(
+                f"{self.stages_done} of {self._stages} stages were done and their part of the source is given up: "
+                f"go on from {self._snapshot or 'a checkpoint'}; with commit='safe' the source would be whole"
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, Sharding
 
 from dynajax.engine import _jax_private as private
 from dynajax.engine.tree import Bundle, Held, Leaf, Stored
-from dynajax.errors import LayoutError, TargetError
+from dynajax.errors import LayoutError, TargetError, TopologyError
+from dynajax.meshes import Topology
 from dynajax.vps import Arrays, Layout, Space, Tensor, Tiling, named_tiling, stored_tiling
 from dynajax.vps.parts import joined, parts_tiling
 
@@ -41,10 +42,29 @@ class Places:
         """Number of each place."""
         return {place: k for k, place in enumerate(self.places)}
 
+    @cached_property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices, in the order of their ids."""
+        return tuple(dict.fromkeys(device for device, _ in self.places))
+
     def numbers(self, sharding: Sharding) -> dict[jax.Device, int]:
         """Number of each device of a sharding, in that sharding's memory."""
         kind = memory_kind(sharding)
         return {d: self.number[d, kind] for d in sharding.device_set}
+
+    def links(self, topology: Topology) -> Topology:
+        """The links between the places, given those between devices by their ids.
+
+        Raises:
+            TopologyError: the topology lacks a device.
+        """
+        ids = [device.id for device, _ in self.places]
+        if max(ids, default=-1) >= topology.num_devices:
+            raise TopologyError(
+                f"the move uses device {max(ids)} and topology {topology.name!r} has {topology.num_devices} devices, "
+                "numbered from 0; use a larger topology"
+            )
+        return replace(topology, domains=topology.domains[:, ids])
 
 
 def memory_kind(sharding: Sharding) -> str | None:

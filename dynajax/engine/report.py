@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from dynajax.bytesize import format_bytes
 from dynajax.planner import Plan
@@ -34,6 +35,9 @@ class Report:
         budget_bytes: what it was allowed to hold above its base.
         stages: steps that the budget made of the move.
         leaves: array leaves in the tree; each was moved or retained.
+        path: what carried the bytes.
+        commit: when the source was given up: "staged", "safe", or "kept" if it was not.
+        snapshot: what the caller said it would fall back to.
     """
 
     plan_s: float
@@ -52,14 +56,18 @@ class Report:
     budget_bytes: int
     stages: int
     leaves: int
+    path: str
+    commit: str
+    snapshot: str | None
 
     def summary(self) -> str:
         """The report in a line."""
         parts = ", ".join(f"{p} {getattr(self, p + '_s') * 1e3:.1f}" for p in PHASES if getattr(self, p + "_s") > 0)
+        moved, least = format_bytes(self.bytes_moved), format_bytes(self.bytes_lower_bound)
         return (
-            f"moved {format_bytes(self.bytes_moved)} (lower bound {format_bytes(self.bytes_lower_bound)}), retained "
-            f"{format_bytes(self.bytes_retained)}, peak +{format_bytes(self.peak_extra_bytes)} of "
-            f"{format_bytes(self.budget_bytes)}, {self.total_s * 1e3:.1f} ms ({parts})"
+            f"moved {moved} by {self.path} (lower bound {least}), retained {format_bytes(self.bytes_retained)}, "
+            f"peak +{format_bytes(self.peak_extra_bytes)} of {format_bytes(self.budget_bytes)}, "
+            f"{self.total_s * 1e3:.1f} ms ({parts})"
         )
 
 
@@ -77,16 +85,22 @@ class Stopwatch:
         yield
         self.seconds[name] += time.perf_counter() - start
 
-    def report(self, plan: Plan, peak_extra_bytes: int, leaves: int) -> Report:
-        """The report of a finished move."""
+    @contextmanager
+    def compiling(self, compiled_so_far: Callable[[], int]) -> Iterator[None]:
+        """Count the body's time as compiling; finding what was compiled before is setting up."""
+        start, before = time.perf_counter(), compiled_so_far()
+        yield
+        self.seconds["group" if compiled_so_far() == before else "compile"] += time.perf_counter() - start
+
+    def report(self, plan: Plan, **facts: Any) -> Report:
+        """The report of a finished move: times, the plan's bytes, and the facts that only the engine knows."""
         return Report(
             **{f"{name}_s": s for name, s in self.seconds.items()},
             total_s=time.perf_counter() - self.began,
             bytes_moved=plan.bytes_moved,
             bytes_retained=plan.bytes_retained,
             bytes_lower_bound=plan.bytes_lower_bound,
-            peak_extra_bytes=peak_extra_bytes,
             budget_bytes=plan.budget,
             stages=len(plan.stages),
-            leaves=leaves,
+            **facts,
         )

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from dynajax.bytesize import parse_bytes
-from dynajax.engine.bundles import Bundles
+from dynajax.bytesize import format_bytes, parse_bytes
+from dynajax.engine import xla
 from dynajax.engine.check import check_replicas
-from dynajax.engine.device_put import DevicePut
-from dynajax.engine.execute import execute
+from dynajax.engine.execute import execute, give_up, peak_extra
 from dynajax.engine.keys import is_key
 from dynajax.engine.places import Places, layouts
 from dynajax.engine.regroup import read
 from dynajax.engine.report import Report, Stopwatch
-from dynajax.engine.shared_memory import SharedMemory, Transport
+from dynajax.engine.shared_memory import SharedMemory
+from dynajax.engine.transport import Transport
 from dynajax.engine.tree import Held, Leaf
-from dynajax.errors import TargetError
+from dynajax.errors import BudgetError, TargetError
+from dynajax.meshes import Topology
 from dynajax.planner import Plan, build_plan
 
 DEFAULT_BUDGET = "64MB"
+Commit = Literal["staged", "safe"]
+Path = Literal["shared memory", "xla"]
+PATHS: tuple[Path, ...] = ("shared memory", "xla")
+
+_log = logging.getLogger(__name__)
 
 
 def plan_reshard(
@@ -32,7 +40,10 @@ def plan_reshard(
     *,
     budget: int | str = DEFAULT_BUDGET,
     donate: bool = False,
+    commit: Commit = "staged",
     stored: Any = None,
+    path: Path | None = None,
+    topology: Topology | None = None,
 ) -> Plan:
     """Plan what ``reshard`` would do with the same arguments; needs shapes and shardings, no data.
 
@@ -40,22 +51,31 @@ def plan_reshard(
         tree: any pytree of arrays, or of ``jax.ShapeDtypeStruct`` with shardings.
         shardings: targets, as for ``reshard``.
         budget: bytes, or text such as ``"64MB"``.
-        donate: whether the source would be given up.
+        donate, commit: whether the source would be given up, and when.
         stored: how the arrays of ``tree`` store their tensors, as for ``reshard``.
+        path: what would carry the bytes, as for ``reshard``.
+        topology: the links between devices, numbered by their ids; what a node needs then comes to it once and is
+            passed on inside. None if all devices are alike.
 
     Raises:
         TargetError: the targets do not fit the tree; names the paths.
         BudgetError: the budget cannot hold the smallest stage; names the leaf and the smallest budget that does.
+        TopologyError: the topology lacks a device or a link.
     """
     leaves, _, _ = read(tree, shardings, stored)
-    return _plan(_without_repeats(leaves)[0], _places(leaves), parse_bytes(budget), donate)
+    places = _places(leaves)
+    staged = donate and _checked_commit(commit) == "staged"
+    unique, path = _without_repeats(leaves)[0], _checked_path(path, places)
+    return _plan(
+        unique, places, parse_bytes(budget), staged, path, None if topology is None else places.links(topology)
+    )
 
 
-def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None) -> None:
+def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None, path: Path | None = None) -> None:
     """Compile what ``reshard`` with this plan will need, so that it compiles nothing; may run in a thread of its own.
 
     Args:
-        tree, shardings, stored: as for ``plan_reshard``; no data is needed.
+        tree, shardings, stored, path: as for ``plan_reshard``; no data is needed.
         plan: what ``plan_reshard`` made of them.
 
     Raises:
@@ -63,12 +83,11 @@ def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None
     """
     leaves, _, _ = read(tree, shardings, stored)
     unique, places = _without_repeats(leaves)[0], _places(leaves)
-    _checked(plan, unique, places)
-    transport, bundles = _transport(places, Stopwatch()), Bundles(places, Stopwatch())
+    transport = _transport(_checked_path(path, places), places, Stopwatch(), plan.budget, unique)
     try:
-        for pairs in ([(plan.moves[k], unique[k]) for k in stage] for stage in plan.stages):
-            transport.prepare([(move, leaf) for move, leaf in pairs if leaf.is_alone])
-            bundles.prepare([(move, leaf) for move, leaf in pairs if not leaf.is_alone])
+        _checked(plan, unique, places, transport)
+        for stage in plan.stages:
+            transport.prepare([(plan.moves[k], unique[k]) for k in stage if unique[k].is_alone])
     finally:
         transport.close()
 
@@ -79,9 +98,12 @@ def reshard(
     *,
     budget: int | str = DEFAULT_BUDGET,
     donate: bool = False,
+    commit: Commit = "staged",
+    snapshot: str | None = None,
     check: bool = False,
     plan: Plan | None = None,
     stored: Any = None,
+    path: Path | None = None,
 ) -> tuple[Any, Report]:
     """Move every array of a state to a new sharding, on any devices of this process.
 
@@ -93,14 +115,20 @@ def reshard(
         shardings: a tree of shardings or of ``jax.ShapeDtypeStruct`` with shardings, a prefix of one, or one sharding
             for all; memory kinds are honoured.
         budget: bytes that a device may hold above its base, as int or text such as ``"64MB"``. The base is
-            max(source, target) with ``donate``, source + target without.
+            max(source, target) with ``donate`` in stages, source + target otherwise.
         donate: give up the source: its arrays are deleted, and shards that stay keep their buffers. Without it the
             source stays usable whatever happens to the result.
+        commit: when a donated source is given up. ``"staged"``: stage by stage, so that memory stays flat; after an
+            error in a later stage the state has to come from a snapshot. ``"safe"``: only when the whole target is
+            there and compared with it (as by ``check``); after an error the source is whole.
+        snapshot: what to go on from if a staged move fails, such as the folder of a checkpoint; the error and the
+            report name it.
         check: replicas of the source must agree, and every moved byte must equal its source.
         plan: a plan made earlier by ``plan_reshard`` for this state and these targets; its budget and ``donate`` hold.
         stored: a tree of ``Stored`` for arrays that store their tensors padded or in another order, or of ``Bundle``
             for those that store parts of several (as targets may ask for, too); None if every array is its tensor.
             With a ``Bundle`` on either side, ``shardings`` is the whole tree of the result.
+        path: what carries the bytes: ``"xla"``, or ``"shared memory"`` (CPU devices only), which None prefers.
 
     Returns:
         The moved tree and a report of its time and bytes.
@@ -115,26 +143,62 @@ def reshard(
         leaves, all_leaves, treedef = read(tree, shardings, stored)
         unique, again = _without_repeats(leaves)
         _refuse_unusable(leaves)
-        places = _places(leaves)
-        plan = _plan(unique, places, parse_bytes(budget), donate) if plan is None else _checked(plan, unique, places)
-    jax.block_until_ready([leaf.array for leaf in leaves])
-    if check:
-        with watch.phase("verify"):
-            check_replicas(plan, unique, places)
-    moved, peak_extra = _run(plan, unique, places, watch, check)
-    if again:
-        moved |= _copies_of(again, moved, places, watch)
+        places, safe = _places(leaves), donate and _checked_commit(commit) == "safe"
+        path, given = _checked_path(path, places), plan is not None
+        if plan is None:
+            plan = _plan(unique, places, parse_bytes(budget), donate and not safe, path)
+        if safe and plan.donate:
+            raise TargetError("the plan gives the source up in stages; make it with plan_reshard(…, commit='safe')")
+    transport = _transport(path, places, watch, plan.budget, unique)
+    try:
+        if given:
+            with watch.phase("plan"):
+                _checked(plan, unique, places, transport)
+        jax.block_until_ready([source.array for leaf in leaves for source in leaf.sources])
+        check = check or safe
+        if check:
+            with watch.phase("verify"):
+                check_replicas(plan, unique, places)
+        moved = execute(
+            plan, unique, places, transport, watch, share=plan.donate or safe, check=check, snapshot=snapshot
+        )
+        if again:
+            moved |= _copies_of(again, moved, places, transport, watch)
+    finally:
+        transport.close()
+    if safe:
+        with watch.phase("free"):
+            give_up({source: None for leaf in unique for source in leaf.sources}, moved.values())
     for index, array in moved.items():
         all_leaves[index] = array
-    return jtu.tree_unflatten(treedef, all_leaves), watch.report(plan, peak_extra, len(leaves))
+    report = watch.report(
+        plan,
+        peak_extra_bytes=peak_extra(plan, transport.overhead),
+        leaves=len(leaves),
+        path=path,
+        commit="staged" if plan.donate else "safe" if safe else "kept",
+        snapshot=snapshot,
+    )
+    _log.info("%s", report.summary())
+    return jtu.tree_unflatten(treedef, all_leaves), report
 
 
-def _plan(leaves: list[Leaf], places: Places, budget: int, donate: bool) -> Plan:
-    return build_plan(*layouts(leaves, places), budget, donate)
+def _plan(
+    leaves: list[Leaf], places: Places, budget: int, donate: bool, path: Path, topology: Topology | None = None
+) -> Plan:
+    """A plan whose stages leave room in the budget for what the path needs beside them."""
+    beside = xla.overhead(budget, len(places.devices), leaves) if path == "xla" else 0
+    try:
+        plan = build_plan(*layouts(leaves, places), budget - beside, donate, topology=topology)
+    except BudgetError as error:
+        if not beside:
+            raise
+        raise BudgetError(f"{error}; beside it the exchange needs {beside} bytes ({format_bytes(beside)})") from None
+    return dataclasses.replace(plan, budget=budget)
 
 
-def _checked(plan: Plan, leaves: list[Leaf], places: Places) -> Plan:
-    """The given plan, if it is one for these leaves."""
+def _checked(plan: Plan, leaves: list[Leaf], places: Places, transport: Transport) -> None:
+    """Raise if the given plan is not one for these leaves, or leaves no room for the transport."""
     source, target = layouts(leaves, places)
     planned = [(m.tensor, m.source.key, m.target.key) for m in plan.moves]
     present = zip(source.space, source.tilings, target.tilings, strict=True)
@@ -143,22 +207,33 @@ def _checked(plan: Plan, leaves: list[Leaf], places: Places) -> Plan:
         x and x.key for x in (source.arrays, target.arrays)
     ]:
         raise TargetError("the plan was made for another state or other targets; make a new one with plan_reshard")
-    return plan
+    if peak_extra(plan, transport.overhead) > plan.budget:
+        raise BudgetError(
+            f"the plan leaves no room in its budget of {format_bytes(plan.budget)} for the {transport.overhead} bytes "
+            f"that the path {transport.name!r} needs; make it with plan_reshard(…, path={transport.name!r})"
+        )
 
 
-def _run(
-    plan: Plan, leaves: list[Leaf], places: Places, watch: Stopwatch, check: bool
-) -> tuple[dict[int, jax.Array], int]:
-    transport = _transport(places, watch)
-    try:
-        return execute(plan, leaves, transport, watch, places, check)
-    finally:
-        transport.close()
+def _checked_commit(commit: Commit) -> Commit:
+    if commit not in ("staged", "safe"):
+        raise TargetError(f"commit is {commit!r}; give 'staged' or 'safe'")
+    return commit
 
 
-def _transport(places: Places, watch: Stopwatch) -> Transport:
-    share_memory = all(device.platform == "cpu" for device, _ in places.places)
-    return SharedMemory(places, watch) if share_memory else DevicePut(watch)
+def _checked_path(path: Path | None, places: Places) -> Path:
+    """The path to take: the given one, or the fastest that the devices allow."""
+    share_memory = all(device.platform == "cpu" for device in places.devices)
+    if path is None:
+        return "shared memory" if share_memory else "xla"
+    if path not in PATHS:
+        raise TargetError(f"the path is {path!r}; give one of {', '.join(map(repr, PATHS))} or None")
+    if path == "shared memory" and not share_memory:
+        raise TargetError("the devices share no memory; give path='xla' or None")
+    return path
+
+
+def _transport(path: Path, places: Places, watch: Stopwatch, budget: int, leaves: list[Leaf]) -> Transport:
+    return xla.Xla(places, watch, budget, leaves) if path == "xla" else SharedMemory(places, watch)
 
 
 def _places(leaves: Iterable[Leaf]) -> Places:
@@ -209,9 +284,9 @@ def _identity(array: Any) -> object:
 
 
 def _copies_of(
-    again: list[tuple[Leaf, Leaf]], moved: dict[int, jax.Array], places: Places, watch: Stopwatch
+    again: list[tuple[Leaf, Leaf]], moved: dict[int, jax.Array], places: Places, transport: Transport, watch: Stopwatch
 ) -> dict[int, jax.Array]:
     """Arrays of their own for leaves that repeat others, made of the moved first ones."""
     leaves = [Leaf.of(leaf.index, leaf.tensor, moved[known.index], known.target, leaf.target) for leaf, known in again]
     plan = build_plan(*layouts(leaves, places), budget=0, donate=False)
-    return _run(plan, leaves, places, watch, check=False)[0]
+    return execute(plan, leaves, places, transport, watch, share=False, check=False)

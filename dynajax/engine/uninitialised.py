@@ -17,10 +17,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dynajax.engine.batches import batches
+
 _TARGET = "dynajax_uninitialised"
 _METADATA_EXTENSION = 1
 _API_VERSION = (0, 3)
-_MOST_PER_CALL = 16
 
 
 class _Extension(ctypes.Structure):
@@ -104,10 +105,9 @@ def allocator(devices: tuple[jax.Device, ...], shape: tuple[int, ...], dtype: np
     return jax.jit(program, out_shardings=NamedSharding(mesh, spec)).lower().compile()
 
 
-def batches(count: int) -> list[int]:
-    """How many arrays each call makes, ``count`` in all: powers of two, so that few programs serve every count."""
-    most, left = divmod(count, _MOST_PER_CALL)
-    return [_MOST_PER_CALL] * most + [1 << k for k in range(left.bit_length()) if left >> k & 1]
+def compiled_so_far() -> int:
+    """Programs compiled since the process began."""
+    return allocator.cache_info().misses
 
 
 def allocate(

@@ -117,9 +117,10 @@ def assert_same_bits(got: Any, want: Any) -> None:
             assert np.asarray(shard.data).tobytes() == whole[shard.index].tobytes(), (name, shard.device)
 
 
-def live_bytes(arrays: Any = None) -> dict[Any, int]:
+def live_bytes(arrays: Any = None, collect: bool = True) -> dict[Any, int]:
     """Bytes of distinct live buffers on each device: of all arrays, or of the given ones."""
-    gc.collect()
+    if collect:
+        gc.collect()
     seen: dict[Any, dict[int, int]] = {}
     for x in jax.live_arrays() if arrays is None else jax.tree.leaves(arrays):
         if x.is_deleted():

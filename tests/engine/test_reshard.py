@@ -13,17 +13,25 @@ from engine.states import PLACEMENTS, P, assert_same_bits, host_state, mesh, sha
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 import dynajax as dj
+from dynajax.engine.reshard import Path
 
 NAMES = list(PLACEMENTS)
 
 
+def targets(source: str, path: Path) -> list[str]:
+    """All, or where programs are compiled for each pair two, so that each placement is a target twice as well."""
+    k = NAMES.index(source)
+    return [NAMES[(k + 1) % len(NAMES)], NAMES[(k + 5) % len(NAMES)]] if path == "xla" else NAMES
+
+
 @pytest.mark.parametrize("source", NAMES)
 @pytest.mark.parametrize("donate", [False, True])
-def test_every_pair_is_bit_equal_with_the_fewest_bytes(source: str, donate: bool) -> None:
+def test_every_pair_is_bit_equal_with_the_fewest_bytes(source: str, donate: bool, path: Path) -> None:
     want = host_state()
-    for target in NAMES:
+    for target in targets(source, path):
         before = state(source)
-        after, report = dj.reshard(before, shardings(target), donate=donate, check=True)
+        after, report = dj.reshard(before, shardings(target), donate=donate, check=True, path=path)
+        assert report.path == path
         assert_same_bits(after, want)
         assert jax.tree.map(lambda x: x.sharding, after) == shardings(target)
         assert after["weak"].aval.weak_type
@@ -61,27 +69,27 @@ def test_device_put_gives_the_same(target: str) -> None:
 
 @pytest.mark.parametrize("kinds", [("device", "pinned_host"), ("pinned_host", "device")])
 @pytest.mark.parametrize("target", ["dp2.tp4", "tp4 overlapping", "tp8 reversed"])
-def test_memory_kinds(kinds: tuple[str, str], target: str) -> None:
+def test_memory_kinds(kinds: tuple[str, str], target: str, path: Path) -> None:
     want = host_state()["params"]
     source_shardings, target_shardings = (
         jax.tree.map(lambda s, kind=kind: s.with_memory_kind(kind), shardings(name)["params"])
         for name, kind in zip(("dp2.tp4", target), kinds, strict=True)
     )
     before = jax.device_put(want, source_shardings)
-    after, report = dj.reshard(before, target_shardings, donate=True)
+    after, report = dj.reshard(before, target_shardings, donate=True, path=path)
     assert_same_bits(after, want)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(after)} == {kinds[1]}
     assert report.bytes_moved == sum(s.data.nbytes for x in jax.tree.leaves(after) for s in x.addressable_shards)
 
 
-def test_a_kept_shard_keeps_its_buffer() -> None:
+def test_a_kept_shard_keeps_its_buffer(path: Path) -> None:
     whole = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)
     x = jax.jit(lambda a: a + 0, out_shardings=NamedSharding(mesh("dp2.tp4"), P(None, "tp")))(whole)
     pointers = {s.device: s.data.unsafe_buffer_pointer() for s in x.addressable_shards}
-    moved, report = dj.reshard(x, NamedSharding(mesh("dp2.tp4"), P(None, ("tp",))), donate=True)
+    moved, report = dj.reshard(x, NamedSharding(mesh("dp2.tp4"), P(None, ("tp",))), donate=True, path=path)
     assert {s.device: s.data.unsafe_buffer_pointer() for s in moved.addressable_shards} == pointers
     half = Mesh(np.asarray(jax.devices()[:4]), ("x",))
-    smaller, report = dj.reshard(moved, NamedSharding(half, P(None, "x")), donate=True)
+    smaller, report = dj.reshard(moved, NamedSharding(half, P(None, "x")), donate=True, path=path)
     assert {s.device: s.data.unsafe_buffer_pointer() for s in smaller.addressable_shards}.items() <= pointers.items()
     assert report.bytes_moved == 0
     assert moved.is_deleted()
@@ -89,11 +97,11 @@ def test_a_kept_shard_keeps_its_buffer() -> None:
     assert np.array_equal(step(smaller), whole + 1)
 
 
-def test_without_donation_the_source_outlives_a_donated_result() -> None:
+def test_without_donation_the_source_outlives_a_donated_result(path: Path) -> None:
     want = host_state()
     before = state("dp8")
     for target in ("dp8", "one device", "dp2.tp4"):
-        after, _ = dj.reshard(before, shardings(target))
+        after, _ = dj.reshard(before, shardings(target), path=path)
         numbers = [x for x in jax.tree.leaves(after) if jnp.issubdtype(x.dtype, jnp.floating)]
         step = jax.jit(lambda xs: [x + 1 for x in xs], donate_argnums=0)
         jax.block_until_ready(step(numbers))
@@ -101,10 +109,10 @@ def test_without_donation_the_source_outlives_a_donated_result() -> None:
         assert_same_bits(before, want)
 
 
-def test_the_result_outlives_a_donated_or_deleted_source() -> None:
+def test_the_result_outlives_a_donated_or_deleted_source(path: Path) -> None:
     want = host_state()
     before = state("dp8")
-    after, _ = dj.reshard(before, shardings("dp8"))
+    after, _ = dj.reshard(before, shardings("dp8"), path=path)
     numbers = [x for x in jax.tree.leaves(before) if jnp.issubdtype(x.dtype, jnp.floating)]
     jax.block_until_ready(jax.jit(lambda xs: [x * 0 for x in xs], donate_argnums=0)(numbers))
     for x in jax.tree.leaves(before):
@@ -114,9 +122,9 @@ def test_the_result_outlives_a_donated_or_deleted_source() -> None:
     assert_same_bits(after, want)
 
 
-def test_using_a_source_that_was_given_up_raises_and_nothing_worse() -> None:
+def test_using_a_source_that_was_given_up_raises_and_nothing_worse(path: Path) -> None:
     before = state("dp2.tp4")
-    dj.reshard(before, shardings("tp4 overlapping"), donate=True)
+    dj.reshard(before, shardings("tp4 overlapping"), donate=True, path=path)
     for x in jax.tree.leaves(before):
         assert x.is_deleted()
         with pytest.raises(RuntimeError, match="deleted"):
@@ -125,23 +133,23 @@ def test_using_a_source_that_was_given_up_raises_and_nothing_worse() -> None:
         dj.reshard(before, shardings("dp8"))
 
 
-def test_one_array_at_two_places_becomes_two() -> None:
+def test_one_array_at_two_places_becomes_two(path: Path) -> None:
     x = jax.device_put(np.arange(32.0).reshape(8, 4), NamedSharding(mesh("tp8"), P("tp")))
     tied = {"emb": x, "head": x, "alias": jax.make_array_from_single_device_arrays(x.shape, x.sharding, x._arrays)}
     step = jax.jit(lambda t: {k: a + 1 for k, a in t.items()}, donate_argnums=0)
     for target in ("tp8", "dp2.tp4", "tp2 disjoint"):
-        moved, _ = dj.reshard(tied, NamedSharding(mesh(target), P("tp")), donate=False)
+        moved, _ = dj.reshard(tied, NamedSharding(mesh(target), P("tp")), donate=False, path=path)
         stepped = jax.block_until_ready(step(moved))
         assert all(np.array_equal(a, np.arange(32.0).reshape(8, 4) + 1) for a in stepped.values())
-    planned = dj.plan_reshard(tied, NamedSharding(mesh("tp8"), P("tp")), donate=True)
-    moved, _ = dj.reshard(tied, NamedSharding(mesh("tp8"), P("tp")), plan=planned)
+    planned = dj.plan_reshard(tied, NamedSharding(mesh("tp8"), P("tp")), donate=True, path=path)
+    moved, _ = dj.reshard(tied, NamedSharding(mesh("tp8"), P("tp")), plan=planned, path=path)
     assert all(np.array_equal(a, np.arange(32.0).reshape(8, 4)) for a in moved.values())
     jax.block_until_ready(step(moved))
 
 
-def test_other_shardings_and_leaves_without_devices() -> None:
+def test_other_shardings_and_leaves_without_devices(path: Path) -> None:
     tree = {"x": jnp.arange(6.0), "n": 3, "f": 2.5, "s": "text", "none": None, "np": np.float32(1), "l": [jnp.ones(2)]}
-    moved, report = dj.reshard(tree, SingleDeviceSharding(jax.devices()[3]))
+    moved, report = dj.reshard(tree, SingleDeviceSharding(jax.devices()[3]), path=path)
     assert moved["x"].devices() == moved["l"][0].devices() == {jax.devices()[3]}
     assert (moved["n"], moved["f"], moved["s"], moved["none"]) == (3, 2.5, "text", None)
     assert type(moved["n"]) is int

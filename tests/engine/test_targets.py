@@ -115,3 +115,8 @@ def test_unequal_replicas_are_named_when_asked() -> None:
         dj.reshard({"x": x}, ROWS, check=True)
     moved, _ = dj.reshard({"x": x}, ROWS)
     assert moved["x"].sharding == ROWS
+
+
+def test_a_path_that_is_none_is_refused() -> None:
+    with pytest.raises(TargetError, match="'rdma'; give one of 'shared memory', 'xla' or None"):
+        dj.plan_reshard(_state(), TARGET, path="rdma")  # pyright: ignore[reportArgumentType]

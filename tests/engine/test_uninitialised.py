@@ -12,7 +12,9 @@ from engine.states import P, assert_same_bits, mesh
 from jax.sharding import NamedSharding
 
 import dynajax as dj
-from dynajax.engine import prepare_reshard, uninitialised
+from dynajax.engine import prepare_reshard, programs, uninitialised
+from dynajax.engine.batches import batches
+from dynajax.engine.reshard import Path
 
 SIDE = 512
 
@@ -44,9 +46,9 @@ def compiles() -> Any:
 
 
 @pytest.mark.parametrize("target", ["tp8", "dp2.tp4", "tp4 overlapping", "sixteen", "dp2.fsdp2.tp2 shifted"])
-def test_the_next_step_donates_in_place(target: str) -> None:
+def test_the_next_step_donates_in_place(target: str, path: Path) -> None:
     source = {k: jax.block_until_ready(jax.device_put(v, _on("fsdp8")[k])) for k, v in _host().items()}
-    moved, report = dj.reshard(source, _on(target), donate=True, check=True)
+    moved, report = dj.reshard(source, _on(target), donate=True, check=True, path=path)
     assert_same_bits(moved, _host())
     assert report.bytes_moved == report.bytes_lower_bound
 
@@ -60,23 +62,27 @@ def test_the_next_step_donates_in_place(target: str) -> None:
     assert reused >= 0.95 * sum(before.values())
 
 
-def test_a_prepared_move_compiles_nothing(compiles: list[str]) -> None:
+def test_a_prepared_move_compiles_nothing(compiles: list[str], path: Path) -> None:
     uninitialised.allocator.cache_clear()
+    for program in programs.PROGRAMS:
+        program.cache_clear()
     source = {k: jax.block_until_ready(jax.device_put(v, _on("tp8")[k])) for k, v in _host().items()}
     shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in source.items()}
-    plan = dj.plan_reshard(shapes, _on("tp8 reversed"), donate=True, budget="300KB")
+    budget = {"shared memory": "300KB", "xla": "600KB"}[path]
+    plan = dj.plan_reshard(shapes, _on("tp8 reversed"), donate=True, budget=budget, path=path)
     compiles.clear()
-    prepare_reshard(shapes, _on("tp8 reversed"), plan=plan)
+    prepare_reshard(shapes, _on("tp8 reversed"), plan=plan, path=path)
     assert compiles
     compiles.clear()
-    moved, report = dj.reshard(source, _on("tp8 reversed"), plan=plan)
+    moved, report = dj.reshard(source, _on("tp8 reversed"), plan=plan, path=path)
     assert not compiles
+    assert report.compile_s == 0
     assert report.stages > 1
     assert_same_bits(moved, _host())
 
 
 def test_few_programs_serve_every_count() -> None:
     for count in range(200):
-        calls = uninitialised.batches(count)
+        calls = batches(count)
         assert sum(calls) == count
         assert set(calls) <= {1, 2, 4, 8, 16}

@@ -1,0 +1,54 @@
+"""What lies in the buffer of one device, seen by numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from dynajax.engine.words import is_packed
+
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+View = NDArray[Any]
+Copy = tuple[View, View]
+"""What to fill, and from what."""
+
+
+class _Memory:
+    """Bytes at an address, for numpy; keeps their owner alive."""
+
+    def __init__(self, owner: jax.Array) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "data": (owner.unsafe_buffer_pointer(), False),
+            "shape": (owner.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def bytes_of(piece: jax.Array) -> View:
+    """The bytes of a single-device array, where they lie if that is the memory of the process.
+
+    There ``np.asarray`` would do, but takes a hold on the buffer that outlives the view and keeps it from being freed
+    or donated. Types below a byte are packed in the buffer and have to be unpacked.
+    """
+    if piece.size == 0:
+        return np.empty(0, np.uint8)
+    if is_packed(piece.dtype) or next(iter(piece.devices())).platform != "cpu":
+        return np.asarray(piece).reshape(-1).view(np.uint8)
+    return np.asarray(_Memory(piece))
+
+
+def word_of(itemsize: int) -> np.dtype[Any]:
+    """A dtype to copy elements of so many bytes as."""
+    return np.dtype(_WORDS.get(itemsize, f"V{itemsize}"))
+
+
+def same_bytes(a: View, b: View) -> bool:
+    """True if two views of one shape show the same bytes: numbers would do for all but NaNs."""
+    return np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()

@@ -1,0 +1,192 @@
+"""Move by XLA programs on any backend: pieces packed into flat buckets, exchanged in XOR rounds, unpacked.
+
+A wave packs grains of a cargo into the buckets of every sender, exchanges the buckets, and unpacks them where they
+came to. The exchange is one program for all moves between the same devices with the same budget; the other programs
+know the shape of a shard, never a layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import jax
+import numpy as np
+
+from dynajax.bytesize import format_bytes
+from dynajax.engine import _jax_private as private
+from dynajax.engine import programs
+from dynajax.engine.cargo import Cargo, Parcel, cargoes_of, is_small
+from dynajax.engine.places import Places
+from dynajax.engine.programs import Buckets, Devices
+from dynajax.engine.report import Stopwatch
+from dynajax.engine.transport import Stage
+from dynajax.engine.tree import Leaf
+from dynajax.engine.waves import Wave
+from dynajax.engine.words import Words, is_packed
+from dynajax.errors import BudgetError
+
+_AREAS = 8
+"""What a device holds at most beside its shards, in areas of buckets: two crates, one area, two tables of grains as
+long as it where grains are single words, and what the programs need for themselves."""
+_SHARE = 2
+"""One part in so many of the budget is for that."""
+_FEWEST_WORDS, _MOST_WORDS = 16, 1 << 20
+
+
+def buckets_within(budget: int, devices: int) -> Buckets:
+    """The largest buckets that their share of the budget has room for.
+
+    Raises:
+        BudgetError: none fit; names the smallest budget that would do.
+    """
+    count = 1 << max(devices - 1, 0).bit_length()
+    room = budget // (_SHARE * _AREAS * 4 * count)
+    if room < _FEWEST_WORDS:
+        least = _SHARE * _AREAS * 4 * count * _FEWEST_WORDS
+        raise BudgetError(
+            f"a budget of {format_bytes(budget)} ({budget} bytes) has no room for the buckets of an exchange between "
+            f"{devices} devices; the smallest that has is {least} bytes ({format_bytes(least)})"
+        )
+    return Buckets(count, min(1 << (room.bit_length() - 1), _MOST_WORDS))
+
+
+def overhead(budget: int, devices: int, leaves: Iterable[Leaf] = ()) -> int:
+    """Bytes of the budget that a device needs beside its shards: for buckets, and to give a large leaf its dtype back.
+
+    Args:
+        budget: of the whole move.
+        devices: how many it is between.
+        leaves: what is moved.
+
+    Raises:
+        BudgetError: the budget has no room for that; names one that has.
+    """
+    buckets = buckets_within(budget, devices)
+    copied = max((_copied(leaf, buckets) for leaf in leaves if leaf.is_alone), default=0)
+    least = _AREAS * 4 * buckets.total + copied
+    if least > budget:
+        raise BudgetError(
+            f"a budget of {format_bytes(budget)} ({budget} bytes) has no room for a copy of {format_bytes(copied)} of "
+            f"a leaf of small floats beside the buckets of an exchange; {2 * copied} bytes do"
+        )
+    return least
+
+
+def _copied(leaf: Leaf, buckets: Buckets) -> int:
+    """Bytes of a target shard that is copied once more, 0 if it is not."""
+    dtype, _ = private.physical_element(leaf.array.dtype)
+    words = Words(dtype)
+    elements = math.prod(leaf.target.sharding.shard_shape(leaf.target.array_shape))
+    carried = not is_packed(dtype) and words.carrier != words
+    return elements * dtype.itemsize if carried and not is_small(words.count(elements), buckets) else 0
+
+
+class Xla:
+    """The transport for devices of any kind.
+
+    Args:
+        places: what the plan's numbers mean.
+        watch: where the time goes.
+        budget: bytes that a device may hold above its base.
+        leaves: what is moved.
+    """
+
+    name = "xla"
+
+    def __init__(self, places: Places, watch: Stopwatch, budget: int, leaves: Iterable[Leaf]) -> None:
+        self._places, self._watch = places, watch
+        self._devices: Devices = places.devices
+        self._number = {d: k for k, d in enumerate(self._devices)}
+        self._buckets = buckets_within(budget, len(self._devices))
+        self._area: dict[jax.Device, jax.Array] = {}
+        self.overhead = overhead(budget, len(self._devices), leaves)
+
+    def run(self, stage: Stage, share: bool) -> list[jax.Array]:
+        """See ``Transport.run``."""
+        with self._watch.phase("group"):
+            parcels, cargoes = self._cargoes(stage)
+        with self._watch.compiling(programs.compiled_so_far):
+            self._compile(cargoes)
+        for cargo in cargoes:
+            self._carry(cargo)
+        with self._watch.phase("unpack"):
+            _keep(parcels, share)
+            return jax.block_until_ready([p.array(p.made) for p in parcels])
+
+    def prepare(self, stage: Stage) -> None:
+        """See ``Transport.prepare``."""
+        self._compile(self._cargoes(stage)[1])
+
+    def close(self) -> None:
+        """See ``Transport.close``."""
+        self._area = {}
+
+    def _cargoes(self, stage: Stage) -> tuple[list[Parcel], list[Cargo]]:
+        parcels = [Parcel(move, leaf, self._places, self._buckets.words) for move, leaf in stage]
+        rank = np.asarray([self._number[d] for d, _ in self._places.places], np.int64)
+        return parcels, cargoes_of(parcels, self._buckets, rank)
+
+    def _compile(self, cargoes: Sequence[Cargo]) -> None:
+        if cargoes:
+            programs.zeros(self._devices, (self._buckets.total,), np.dtype(np.uint32))
+            programs.exchange(self._devices, self._buckets)
+        for cargo in cargoes:
+            cargo.compile()
+
+    def _carry(self, cargo: Cargo) -> None:
+        """Fill the target shards of a cargo."""
+        with self._watch.phase("pack"):
+            source = cargo.load()
+        with self._watch.phase("unpack"):
+            target = programs.zeros(cargo.receivers, cargo.target.shape, cargo.target.words.dtype)()
+        for relayed, wave in cargo.waves(len(self._devices)):
+            with self._watch.phase("pack"):
+                self._pack(cargo, wave, target if relayed else source, relayed)
+            with self._watch.phase("move"):
+                self._exchange(wave)
+            with self._watch.phase("unpack"):
+                target = self._unpack(cargo, wave, target)
+        with self._watch.phase("unpack"):
+            cargo.unload(target)
+
+    def _pack(self, cargo: Cargo, wave: Wave, buffer: jax.Array, relayed: bool) -> None:
+        senders, hold = (cargo.receivers, cargo.target) if relayed else (cargo.senders, cargo.source)
+        program = programs.pack(senders, hold, self._buckets, cargo.used)
+        self._fill(program(self._over(senders), buffer, self._rows(senders, wave.source)))
+
+    def _exchange(self, wave: Wave) -> None:
+        if wave.rounds.any():
+            program = programs.exchange(self._devices, self._buckets)
+            told = programs.tell(self._devices, wave.rounds), programs.tell(self._devices, wave.count)
+            # Waited for: of two programs with collectives in flight, each may hold threads that the other waits for.
+            self._fill(jax.block_until_ready(program(self._over(self._devices), *told)))
+
+    def _unpack(self, cargo: Cargo, wave: Wave, target: jax.Array) -> jax.Array:
+        program = programs.unpack(cargo.receivers, cargo.target, self._buckets, cargo.used)
+        grains = self._rows(cargo.receivers, wave.target)
+        return jax.block_until_ready(program(target, self._over(cargo.receivers), grains))
+
+    def _rows(self, devices: Devices, table: np.ndarray) -> jax.Array:
+        return programs.place(devices, table[[self._number[d] for d in devices]])
+
+    def _over(self, devices: Devices) -> jax.Array:
+        """The buckets of some devices, as one array."""
+        shape = (self._buckets.total,)
+        if not self._area:
+            made = programs.zeros(self._devices, shape, np.dtype(np.uint32))()
+            self._area = programs.gathered(made)
+        return programs.spread(devices, shape, self._area, np.uint32)
+
+    def _fill(self, area: jax.Array) -> None:
+        self._area |= programs.gathered(area)
+
+
+def _keep(parcels: Sequence[Parcel], share: bool) -> None:
+    """Put the buffers that stay, or copies of them, beside those that were made."""
+    kept = [(parcel, number, piece) for parcel in parcels for number, piece in parcel.staying().items()]
+    pieces = [piece for _, _, piece in kept]
+    if pieces and not share:
+        pieces = jax.device_put(pieces, [piece.sharding for piece in pieces], may_alias=False)
+    for (parcel, number, _), piece in zip(kept, pieces, strict=True):
+        parcel.made[number] = piece

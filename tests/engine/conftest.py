@@ -1,0 +1,11 @@
+"""What the tests of this folder run with: each path that can carry bytes."""
+
+import pytest
+
+from dynajax.engine.reshard import PATHS
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest) -> str:
+    """The path to move by."""
+    return request.param
