@@ -154,14 +154,7 @@ def reshard(
         if given:
             with watch.phase("plan"):
                 _checked(plan, unique, places, transport)
-        jax.block_until_ready([source.array for leaf in leaves for source in leaf.sources])
-        check = check or safe
-        if check:
-            with watch.phase("verify"):
-                check_replicas(plan, unique, places)
-        moved = execute(
-            plan, unique, places, transport, watch, share=plan.donate or safe, check=check, snapshot=snapshot
-        )
+        moved = _move(plan, unique, places, transport, watch, safe=safe, check=check, snapshot=snapshot)
         if again:
             moved |= _copies_of(again, moved, places, transport, watch)
     finally:
@@ -181,6 +174,26 @@ def reshard(
     )
     _log.info("%s", report.summary())
     return jtu.tree_unflatten(treedef, all_leaves), report
+
+
+def _move(
+    plan: Plan,
+    leaves: list[Leaf],
+    places: Places,
+    transport: Transport,
+    watch: Stopwatch,
+    *,
+    safe: bool,
+    check: bool,
+    snapshot: str | None,
+) -> dict[int, jax.Array]:
+    """Target arrays by leaf index, checked if asked for or if the source is to be given up safely."""
+    jax.block_until_ready([source.array for leaf in leaves for source in leaf.sources])
+    check = check or safe
+    if check:
+        with watch.phase("verify"):
+            check_replicas(plan, leaves, places)
+    return execute(plan, leaves, places, transport, watch, share=plan.donate or safe, check=check, snapshot=snapshot)
 
 
 def _plan(
