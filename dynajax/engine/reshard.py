@@ -85,7 +85,7 @@ def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None
     unique, places = _without_repeats(leaves)[0], _places(leaves)
     transport = _transport(_checked_path(path, places), places, Stopwatch(), plan.budget, unique)
     try:
-        _checked(plan, unique, places, transport)
+        _checked(plan, unique, places, transport, safe=False)
         for stage in plan.stages:
             transport.prepare([(plan.moves[k], unique[k]) for k in stage if unique[k].is_alone])
     finally:
@@ -147,13 +147,11 @@ def reshard(
         path, given = _checked_path(path, places), plan is not None
         if plan is None:
             plan = _plan(unique, places, parse_bytes(budget), donate and not safe, path)
-        if safe and plan.donate:
-            raise TargetError("the plan gives the source up in stages; make it with plan_reshard(…, commit='safe')")
     transport = _transport(path, places, watch, plan.budget, unique)
     try:
         if given:
             with watch.phase("plan"):
-                _checked(plan, unique, places, transport)
+                _checked(plan, unique, places, transport, safe)
         moved = _move(plan, unique, places, transport, watch, safe=safe, check=check, snapshot=snapshot)
         if again:
             moved |= _copies_of(again, moved, places, transport, watch)
@@ -210,8 +208,10 @@ def _plan(
     return dataclasses.replace(plan, budget=budget)
 
 
-def _checked(plan: Plan, leaves: list[Leaf], places: Places, transport: Transport) -> None:
-    """Raise if the given plan is not one for these leaves, or leaves no room for the transport."""
+def _checked(plan: Plan, leaves: list[Leaf], places: Places, transport: Transport, safe: bool) -> None:
+    """Raise if the given plan is not one for these leaves and this way to move them."""
+    if safe and plan.donate:
+        raise TargetError("the plan gives the source up in stages; make it with plan_reshard(…, commit='safe')")
     source, target = layouts(leaves, places)
     planned = [(m.tensor, m.source.key, m.target.key) for m in plan.moves]
     present = zip(source.space, source.tilings, target.tilings, strict=True)
