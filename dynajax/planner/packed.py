@@ -28,6 +28,8 @@ _FINENESS = 8
 """A slice is cut again until it is below this share of what a device takes in a stage; twice as fine after each try."""
 _MOST = 400_000
 """Slices, beyond one a piece, and stages of devices, beyond which a plan is refused as too fine."""
+_LIKE = 8
+"""Rows of a slice from which on slices of one more or less are called like."""
 _GOLDEN = 0.6180339887498949
 
 
@@ -121,7 +123,9 @@ def _staged(route: Route, itemsize: int, stages: int, grain: int) -> Route:
 
 
 def _cut(lo: Ints, hi: Ints, slices: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Cut box k in ``slices[k]`` or somewhat more boxes, along the outermost dims first.
+    """Cut box k in ``slices[k]`` like boxes: along the outermost dim that is long enough to make them of like size.
+
+    If no dim is, it is cut along the outermost dims first, in somewhat more boxes.
 
     Returns:
         ``row, part, count, lo, hi``: slice ``part`` of ``count`` of the box ``row``, in row-major order.
@@ -129,8 +133,10 @@ def _cut(lo: Ints, hi: Ints, slices: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints
     extent = hi - lo
     parts = np.ones_like(extent)
     count = np.ones(len(lo), np.int64)
+    enough = extent >= _LIKE * slices[:, None]
     for dim in range(extent.shape[1]):
-        parts[:, dim] = np.minimum(extent[:, dim], -(-slices // count))
+        waits = enough[:, dim + 1 :].any(axis=1) & ~enough[:, dim]
+        parts[:, dim] = np.where(waits, 1, np.minimum(extent[:, dim], -(-slices // count)))
         count = count * parts[:, dim]
     row, part = algebra.expand(np.zeros_like(count), count)
     left, low, high = part.copy(), lo[row], hi[row]
