@@ -156,6 +156,7 @@ def record(options: PlanOptions, state: JobState, switches: list[Switch]) -> dic
         "rounds": cost.rounds,
         "schedule": cost.schedule.value,
         "predicted_s": cost.seconds,
+        "lockstep_s": cost.lockstep_s,
         "floor_s": cost.floor_s,
         "bytes_by_tier": dict(cost.bytes_by_tier),
         "assumptions": list(cost.assumptions),
@@ -193,7 +194,7 @@ def facts(options: PlanOptions, state: JobState, switch: Switch) -> dict[str, st
         "peak of a device": f"{format_bytes(max(plan.peak_bytes()))}, {format_bytes(plan.peak_extra_bytes)} above its "
         f"base of a budget of {format_bytes(plan.budget)}",
         "stages, rounds": f"{len(plan.stages)}, {cost.rounds}",
-        "predicted": f"{cost.seconds:.3f} s (busiest link alone {cost.floor_s:.3f} s)",
+        "predicted": f"{cost.seconds:.3f} s; {cost.lockstep_s:.3f} s in lockstep; busiest link {cost.floor_s:.3f} s",
         "planned in": f"{switch.plan_s:.3f} s",
         "proof": "coverage, single writes, addresses, least bytes, peak: all hold"
         if options.verify

@@ -2,8 +2,9 @@
 
 A stage packs, exchanges in rounds, and unpacks. A message takes the latency of its link and its bytes over the
 link's speed; both directions go at once. A device goes through its rounds in order and begins the next when its
-partner there is free too; the next stage begins when all are done. Packing, unpacking and copies inside a device
-go at the speed of its memory. The floor is what the busiest link needs if it is never idle.
+partner there is free too; the next stage begins when all are done. How much rests on that is told by a second figure,
+for devices that wait for one another after every round. Packing, unpacking, sums and copies inside a device go at the
+speed of its memory. The floor is what the busiest link needs if it is never idle.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Price:
 
     Attributes:
         seconds: from the first stage to the last.
+        lockstep_s: the same if no device begins a round before all have ended the one before.
         floor_s: what the busiest link alone needs.
         memory_s: share of ``seconds`` that packing, unpacking and copies inside devices take.
         rounds: rounds of all stages together.
@@ -39,6 +41,7 @@ class Price:
     """
 
     seconds: float
+    lockstep_s: float
     floor_s: float
     memory_s: float
     rounds: int
@@ -61,16 +64,18 @@ def price_plan(plan: Plan, topology: Topology | None = None) -> Price:
     if links is None:
         raise TopologyError("a plan made without a topology has no price; give one")
     messages = _Messages.of(plan, links)
-    (exchange, rounds), schedule = min((messages.exchange_s(kind), kind.value) for kind in Schedule)
+    exchanges = [(messages.exchange(kind), kind) for kind in Schedule]
+    exchange, schedule = min(exchanges, key=lambda e: (e[0].seconds, e[0].rounds))
     memory = messages.memory_s()
     return Price(
-        seconds=exchange + memory,
+        seconds=exchange.seconds + memory,
+        lockstep_s=exchange.lockstep_s + memory,
         floor_s=messages.floor_s(),
         memory_s=memory,
-        rounds=rounds,
-        schedule=Schedule(schedule),
+        rounds=exchange.rounds,
+        schedule=schedule,
         bytes_by_tier=messages.by_tier(),
-        assumptions=_assumptions(links, Schedule(schedule)),
+        assumptions=_assumptions(links, schedule),
     )
 
 
@@ -122,6 +127,15 @@ def rank_targets(
         plan = build_plan(source, placed, budget, topology=topology, memory=memory)
         offers.append(Offer(name, plan, price_plan(plan)))
     return tuple(sorted(offers, key=lambda o: o.price.seconds))
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What the rounds of all stages take, see ``Price``."""
+
+    seconds: float
+    lockstep_s: float
+    rounds: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,10 +192,10 @@ class _Messages:
         """Rounds of all pairs that ever talk; each step goes through them."""
         return rounds_of(kind, self.sender, self.receiver, self.seconds)
 
-    def exchange_s(self, kind: Schedule) -> tuple[float, int]:
-        """Seconds of all steps, and their rounds. Partners begin when both are free; a step begins when all are."""
+    def exchange(self, kind: Schedule) -> _Exchange:
+        """All steps. Partners begin when both are free; a step begins when all are."""
         if not len(self.step):
-            return 0.0, 0
+            return _Exchange(0.0, 0.0, 0)
         rounds = self._rounds(kind)
         slot = self.step * max(rounds.count, 1) + rounds.number
         n = self.handled.shape[1]
@@ -197,7 +211,8 @@ class _Messages:
                 step, total, free = slot[begin] // max(rounds.count, 1), total + float(free.max()), np.zeros(n)
             now = slice(begin, end)
             free[a[now]] = free[b[now]] = np.maximum(free[a[now]], free[b[now]]) + lasting[now]
-        return total + float(free.max(initial=0)), len(borders)
+        lockstep = float(np.maximum.reduceat(lasting, borders).sum())
+        return _Exchange(total + float(free.max(initial=0)), lockstep, len(borders))
 
     def memory_s(self) -> float:
         """Seconds to pack, unpack and copy inside devices."""
@@ -244,7 +259,7 @@ def _assumptions(links: Topology, schedule: Schedule) -> tuple[str, ...]:
     return (
         f"links of {links.name}, per device and direction: {speeds}",
         f"rounds of one partner a device ({matched}), both directions at once; a device begins a round when its "
-        "partner is free, a stage when all are",
-        "messages are coalesced by pair; packing, unpacking and copies inside a device run at memory speed",
+        "partner is free, a stage when all are; in lockstep: a round when all are",
+        "messages are coalesced by pair; packing, unpacking, sums and copies inside a device run at memory speed",
         "no other traffic; programs are compiled and connections open",
     )

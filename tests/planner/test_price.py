@@ -44,6 +44,22 @@ def test_rounds_add_up_and_directions_do_not():
     assert cost.bytes_by_tier == {"memory": 4 * piece, "bus": 12 * piece, "net": 0}
 
 
+def test_a_device_whose_partner_is_free_does_not_wait_for_the_others():
+    """Messages of 4 and 3 units side by side, then one of 2 from the sender of the 3: 5 units; 4 + 2 in lockstep."""
+    ends = ([0, 2, 2], [1, 3, 4])
+    space = Space(tuple(Tensor(f"w{k}", (n * 2**18,), "float32", 4) for k, n in enumerate((4, 3, 2))))
+    source, target = (
+        Layout(space, tuple(mesh_tiling(t.shape, {"x": 1}, P(), np.array([d])) for t, d in zip(space, at, strict=True)))
+        for at in ends
+    )
+    bus = Topology.regular("bus", [(Tier("memory", 4e9, 0), 1), (Tier("bus", 2e9, 0), 0)], 8)
+    cost = price_plan(build_plan(source, target, AMPLE, topology=bus))
+    unit = 2**20 / 2e9
+    assert cost.seconds - cost.memory_s == pytest.approx(5 * unit)
+    assert cost.lockstep_s - cost.memory_s == pytest.approx(6 * unit)
+    assert cost.rounds == 2
+
+
 def test_relays_wait_for_what_they_pass_on():
     plan = build_plan(layout(P(), [0]), layout(P(), range(8)), AMPLE, topology=LINKS)
     nbytes = 4 * 2**20
