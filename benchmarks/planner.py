@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.meshes import Strategy, Topology
-from dynajax.planner import Memory, Plan, Plans, assign_roles, build_plan, price_plan, renumbered
+from dynajax.planner import Memory, Plan, Plans, assign_roles, build_plan, close_roles, price_plan, renumbered
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
 P = PartitionSpec
@@ -84,7 +84,8 @@ def cluster_row(case: Cluster, repeats: int) -> Row:
         start = time.perf_counter()
         before, after = state.layout(source), state.layout(target)
         begin_roles = time.perf_counter()
-        after = renumbered(after, assign_roles(before, after, topology, np.arange(devices)))
+        unit = close_roles(target, topology)
+        after = renumbered(after, assign_roles(before, after, topology, np.arange(devices), unit))
         roles_s = time.perf_counter() - begin_roles
         plan = build_plan(before, after, BUDGET, topology=topology, memory=Memory.PACKED)
         price_plan(plan)

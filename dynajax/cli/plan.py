@@ -16,7 +16,7 @@ from rich.table import Table
 from dynajax.bytesize import format_bytes, parse_bytes
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.meshes import Strategy, Topology
-from dynajax.planner import Memory, Plan, Price, assign_roles, build_plan, price_plan, renumbered, worth_it
+from dynajax.planner import Memory, Plan, Price, assign_roles, build_plan, close_roles, price_plan, renumbered, worth_it
 from dynajax.planner.primitives import operations
 
 _WIDTH_WITHOUT_TERMINAL = 110
@@ -42,6 +42,9 @@ class PlanOptions:
     """Bytes a device may hold above the larger of its source and target."""
     roles: Literal["assigned", "fixed"] = "assigned"
     """Whether devices may change roles so that less moves; fixed: device k plays role k."""
+    together: Literal["groups", "tp"] = "groups"
+    """What assigned roles keep on one node: groups that talk in every layer (of tensors, context, experts), or those of
+    tensors alone: less moves, but experts of one group may then lie on two nodes."""
     memory: Literal["packed", "shards"] = "packed"
     """packed: memory is freed piece by piece; shards: a shard is freed whole, as jax arrays are."""
     master: Literal["flat", "none"] = "flat"
@@ -120,7 +123,8 @@ def plan_switches(state: JobState, options: PlanOptions) -> list[Switch]:
         before, after = state.layout(source), state.layout(target)
         if options.roles == "assigned":
             pool = np.arange(max(source.num_devices, target.num_devices))
-            after = renumbered(after, assign_roles(before, after, topology, pool))
+            unit = target.size("tp") if options.together == "tp" else close_roles(target, topology)
+            after = renumbered(after, assign_roles(before, after, topology, pool, unit))
         plan = build_plan(before, after, budget, topology=topology, memory=memory)
         cost = price_plan(plan)
         switches.append(Switch(target, plan, cost, time.perf_counter() - start))

@@ -10,6 +10,7 @@ from dynajax.planner.price import price_plan as price_plan
 from dynajax.planner.price import rank_targets as rank_targets
 from dynajax.planner.price import worth_it as worth_it
 from dynajax.planner.roles import assign_roles as assign_roles
+from dynajax.planner.roles import close_roles as close_roles
 from dynajax.planner.roles import renumbered as renumbered
 from dynajax.planner.route import Copies as Copies
 from dynajax.planner.route import Route as Route

@@ -35,7 +35,7 @@ class Price:
         floor_s: what the busiest link alone needs.
         memory_s: share of ``seconds`` that packing, unpacking and copies inside devices take.
         rounds: rounds of all stages together.
-        schedule: how partners were matched; the cheaper of the two.
+        schedule: how partners were matched; of the two the cheaper one in lockstep.
         bytes_by_tier: bytes over each kind of link, by its name; of the first, copies inside devices.
         assumptions: what the prediction rests on, line by line.
     """
@@ -65,7 +65,7 @@ def price_plan(plan: Plan, topology: Topology | None = None) -> Price:
         raise TopologyError("a plan made without a topology has no price; give one")
     messages = _Messages.of(plan, links)
     exchanges = [(messages.exchange(kind), kind) for kind in Schedule]
-    exchange, schedule = min(exchanges, key=lambda e: (e[0].seconds, e[0].rounds))
+    exchange, schedule = min(exchanges, key=lambda e: (e[0].lockstep_s, e[0].seconds))
     memory = messages.memory_s()
     return Price(
         seconds=exchange.seconds + memory,

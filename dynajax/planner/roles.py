@@ -4,27 +4,34 @@ A device that already holds what its new role needs is sent nothing. Roles that 
 one node stay together, so groups that talk much stay on fast links: inside a node, roles are assigned to
 devices so that most bytes stay (the assignment problem; Kuhn 1955, Jonker and Volgenant 1987), then groups
 of roles to nodes by what that makes possible. Equal assignments are decided in favour of the caller's order.
+
+If only smaller units have to stay together, such as tensor-parallel groups of four on nodes of eight, units of two
+nodes then change places while that keeps more (``planner.exchange``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from dynajax.meshes import Topology
+from dynajax.meshes import Strategy, Topology
 from dynajax.planner.diff import Demand, diff
+from dynajax.planner.exchange import HOME, Common, exchange, positions
 from dynajax.vps import algebra
 from dynajax.vps.region import Ints
 from dynajax.vps.tiling import Layout, Tiling, sums
 
-_HOME = 0.25
-"""Bytes that staying at the caller's place is worth: decides between equals only."""
 
-
-def assign_roles(source: Layout, target: Layout, topology: Topology | None = None, pool: Ints | None = None) -> Ints:
+def assign_roles(
+    source: Layout,
+    target: Layout,
+    topology: Topology | None = None,
+    pool: Ints | None = None,
+    together: int | None = None,
+) -> Ints:
     """The device that plays each role of the target so that few bytes move.
 
     Args:
@@ -32,6 +39,8 @@ def assign_roles(source: Layout, target: Layout, topology: Topology | None = Non
         target: who shall hold what; its device numbers are roles.
         topology: nodes; None if all devices are in one.
         pool: devices to choose from; default: those of the source and the target.
+        together: roles that have to stay on one node, in runs of so many; default: all that the numbers of the roles
+            put on one.
 
     Returns:
         The device of each role, shape (target.num_devices,); a number that is no role stands for itself or −1.
@@ -40,13 +49,31 @@ def assign_roles(source: Layout, target: Layout, topology: Topology | None = Non
     roles, held = devices_of(target), devices_of(source)
     pool = np.union1d(held, roles) if pool is None else np.unique(pool)
     node = np.zeros(devices, np.int64) if topology is None else topology.node
-    common = _Common.of(source, target, devices, len(np.union1d(held, pool)))
+    common = _common(source, target, devices, len(np.union1d(held, pool)))
     groups = [roles[node[roles] == n] for n in np.unique(node[roles])]
     nodes = [pool[node[pool] == n] for n in np.unique(node[pool])]
+    places = _places(common, groups, nodes)
+    if together is not None:
+        units = [(unit, k) for k, group in enumerate(groups) for unit in _runs(group, together)]
+        start = np.searchsorted(np.unique(node[pool]), [node[places[k][0]] for _, k in units])
+        groups = [unit for unit, _ in units]
+        places = exchange(common, groups, start.tolist(), nodes)
     chosen = np.full(target.num_devices, -1)
-    for group, place in zip(groups, _places(common, groups, nodes), strict=True):
+    for group, place in zip(groups, places, strict=True):
         chosen[group] = place
     return chosen
+
+
+def close_roles(strategy: Strategy, topology: Topology) -> int:
+    """How many consecutive roles of a strategy of one pipeline talk in every layer, and so should stay on one node.
+
+    They are the groups of experts if these fit a node, else those that share a sequence, else tensor-parallel ones.
+    """
+    sizes, own = strategy.mesh_shape(), strategy.pipelines[0].experts
+    sequence = sizes["cp"] * sizes["tp"]
+    widths = (own[0] * own[1] if own else sizes["ep"] * sequence, sequence)
+    node = int(np.bincount(topology.node).max())
+    return max((w for w in widths if w <= node), default=sizes["tp"])
 
 
 def renumbered(layout: Layout, devices: Ints) -> Layout:
@@ -73,30 +100,21 @@ def devices_of(layout: Layout) -> Ints:
     return np.unique(np.concatenate([np.zeros(0, np.int64), *(t.devices for t in distinct)]))
 
 
-@dataclass(frozen=True, eq=False)
-class _Common:
-    """Bytes that a device holds and a role needs, one row for each such pair, sorted by device, then role."""
-
-    device: Ints
-    role: Ints
-    nbytes: Ints
-
-    @staticmethod
-    def of(source: Layout, target: Layout, devices: int, everyone: int) -> _Common:
-        """Count what the layouts have in common; what ``everyone`` holds, so many devices, tells none from another."""
-        itemsize: dict[tuple[bytes, bytes], int] = {}
-        pairs: dict[tuple[bytes, bytes], tuple[Tiling, Tiling]] = {}
-        for tensor, before, after in zip(source.space, source.tilings, target.tilings, strict=True):
-            key = (before.key, after.key)
-            pairs[key] = before, after
-            itemsize[key] = itemsize.get(key, 0) + tensor.itemsize
-        keys, nbytes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for key, pair in pairs.items():
-            device, role, volume = _meetings(diff(*pair), everyone)
-            keys.append(device * devices + role)
-            nbytes.append(volume * itemsize[key])
-        key, at = np.unique(np.concatenate(keys), return_inverse=True)
-        return _Common(*np.divmod(key, devices), sums(at.ravel(), np.concatenate(nbytes), len(key)))
+def _common(source: Layout, target: Layout, devices: int, everyone: int) -> Common:
+    """Count what the layouts have in common; what ``everyone`` holds, so many devices, tells none from another."""
+    itemsize: dict[tuple[bytes, bytes], int] = {}
+    pairs: dict[tuple[bytes, bytes], tuple[Tiling, Tiling]] = {}
+    for tensor, before, after in zip(source.space, source.tilings, target.tilings, strict=True):
+        key = (before.key, after.key)
+        pairs[key] = before, after
+        itemsize[key] = itemsize.get(key, 0) + tensor.itemsize
+    keys, nbytes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for key, pair in pairs.items():
+        device, role, volume = _meetings(diff(*pair), everyone)
+        keys.append(device * devices + role)
+        nbytes.append(volume * itemsize[key])
+    key, at = np.unique(np.concatenate(keys), return_inverse=True)
+    return Common(*np.divmod(key, devices), sums(at.ravel(), np.concatenate(nbytes), len(key)))
 
 
 def _meetings(demand: Demand, everyone: int) -> tuple[Ints, Ints, Ints]:
@@ -110,7 +128,12 @@ def _meetings(demand: Demand, everyone: int) -> tuple[Ints, Ints, Ints]:
     return device, demand.target.holder[demand.target_row[need]], demand.volumes[demand.piece[need]]
 
 
-def _places(common: _Common, groups: Sequence[Ints], nodes: Sequence[Ints]) -> list[Ints]:
+def _runs(group: Ints, length: int) -> list[Ints]:
+    """The roles of a group in runs that begin at multiples of ``length``."""
+    return np.split(group, np.flatnonzero(np.diff(group // length)) + 1)
+
+
+def _places(common: Common, groups: Sequence[Ints], nodes: Sequence[Ints]) -> list[Ints]:
     """Devices for every group of roles, all of a group in one node.
 
     The value of a group in a node is bounded by what its roles, or the node's devices, could keep at best. Groups
@@ -132,11 +155,11 @@ def _places(common: _Common, groups: Sequence[Ints], nodes: Sequence[Ints]) -> l
 class _Blocks:
     """What the devices of each node have in common with the roles of each group."""
 
-    def __init__(self, common: _Common, groups: Sequence[Ints], nodes: Sequence[Ints]) -> None:
+    def __init__(self, common: Common, groups: Sequence[Ints], nodes: Sequence[Ints]) -> None:
         self.groups, self.nodes = groups, nodes
         size = 1 + max((int(a.max()) for a in (*groups, *nodes)), default=0)
-        self._group, self._role = _positions(groups, size)
-        self._node, self._device = _positions(nodes, size)
+        self._group, self._role = positions(groups, size)
+        self._node, self._device = positions(nodes, size)
         known = (common.device < size) & (common.role < size)
         device, role = common.device[known], common.role[known]
         inside = (self._node[device] >= 0) & (self._group[role] >= 0)
@@ -164,7 +187,7 @@ class _Blocks:
             np.add.at(total, (g[first], n[first]), most)
             best = np.minimum(best, total)
         at_home = np.flatnonzero((self._group >= 0) & (self._node >= 0))
-        np.add.at(best, (self._group[at_home], self._node[at_home]), _HOME)
+        np.add.at(best, (self._group[at_home], self._node[at_home]), HOME)
         roles, devices = (np.array([len(m) for m in members]) for members in (self.groups, self.nodes))
         best[roles[:, None] > devices] = -np.inf
         return best
@@ -172,16 +195,8 @@ class _Blocks:
     def solve(self, group: int, node: int) -> tuple[float, Ints]:
         """Bytes kept by the best assignment of a group's roles to a node's devices, and the device of each role."""
         roles, devices = self.groups[group], self.nodes[node]
-        table = np.where(roles[:, None] == devices[None], _HOME, 0.0)
+        table = np.where(roles[:, None] == devices[None], HOME, 0.0)
         rows = slice(*self._border[group * len(self.nodes) + node :][:2].tolist())
         table[self._role[self._at_role[rows]], self._device[self._at_device[rows]]] += self._nbytes[rows]
         row, column = linear_sum_assignment(table, maximize=True)
         return float(table[row, column].sum()), devices[column]
-
-
-def _positions(members: Sequence[Ints], size: int) -> tuple[Ints, Ints]:
-    """Set of each number, −1 if it is in none, and its place in the set."""
-    which, place = np.full(size, -1), np.zeros(size, np.int64)
-    for k, numbers in enumerate(members):
-        which[numbers], place[numbers] = k, np.arange(len(numbers))
-    return which, place

@@ -21,9 +21,9 @@ def published(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("roles", ["fixed", "assigned"])
-def test_every_published_switch_is_planned_proved_and_priced(roles, published):
-    outcomes = [published.run(case, roles, 2**31) for case in published.cases()]
+@pytest.mark.parametrize(("roles", "together"), [("fixed", "groups"), ("assigned", "groups"), ("assigned", "tp")])
+def test_every_published_switch_is_planned_proved_and_priced(roles, together, published):
+    outcomes = [published.run(case, roles, 2**31, together) for case in published.cases()]
     assert len(outcomes) == 49
     assert sum(bool(o.case.volumes) for o in outcomes) == 12
     for outcome in outcomes:

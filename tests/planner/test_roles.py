@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from random_layouts import layout_pairs
 
 from dynajax.meshes import Strategy, Tier, Topology
-from dynajax.planner import assign_roles, build_plan, renumbered, verify
+from dynajax.planner import assign_roles, build_plan, close_roles, renumbered, verify
 from dynajax.planner.roles import devices_of
 from dynajax.vps import Layout, Space, Tensor, flat_layout, mesh_tiling
 
@@ -75,6 +75,54 @@ def test_roles_never_cost_bytes_and_plans_stay_exact(pair, node):
     verify(plan)
     plan.verify()
     assert plan.bytes_moved <= build_plan(source, target, AMPLE).bytes_moved
+
+
+@settings(max_examples=25)
+@given(layout_pairs(max_devices=4))
+def test_units_that_change_nodes_keep_more_and_never_less_than_whole_nodes(pair):
+    """Single devices on nodes of two."""
+    source, target = pair
+    size = max(source.num_devices, target.num_devices)
+    size += size % 2
+    topology = Topology.regular("pairs", TIERS, size)
+    roles = devices_of(target)
+    alone = assign_roles(source, target, topology, np.arange(size), together=1)
+    whole = assign_roles(source, target, topology, np.arange(size))
+    best = (
+        min(moved(source, target, d) for d in permutations_of(roles, range(min(size, 6)), target.num_devices))
+        if size <= 6
+        else 0
+    )
+    assert len(np.unique(alone[roles])) == len(roles)
+    assert best <= moved(source, target, alone) <= moved(source, target, whole)
+
+
+def test_experts_stay_where_their_weights_are_if_only_tensor_groups_must_stay_together():
+    """Experts 0 to 3 are on the first node, and their two halves can be: each node then keeps half of what it needs."""
+    space = Space((Tensor("w", (4, 8, 64), "float32", 4),))
+    axes = {"w": ("layers", "expert", "embed")}
+    source, target = (flat_layout(space, axes, Strategy.parse(s)) for s in ("tp2.dp4/ep8", "tp2.dp4/ep4"))
+    topology = Topology.regular("fours", [TIERS[0], (TIERS[1][0], 4), TIERS[2]], 8)
+    whole, units = (assign_roles(source, target, topology, together=n) for n in (None, 2))
+    assert (units.reshape(-1, 2) // 4 == units.reshape(-1, 2)[:, :1] // 4).all()
+    assert moved(source, target, units) == space.nbytes // 2
+    assert moved(source, target, whole) == space.nbytes * 3 // 4
+    assert build_plan(source, renumbered(target, units), AMPLE, topology=topology).bytes_inter_node == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "roles"),
+    [
+        ("tp4.pp8.dp4", 4),
+        ("tp4.pp8.dp4/ep8", 8),
+        ("tp4.pp8.dp4/ep16", 4),
+        ("cp2.tp2.dp8", 4),
+        ("ep4.cp2.dp8", 8),
+        ("tp16.pp2", 16),
+    ],
+)
+def test_roles_that_talk_in_every_layer_are_close(strategy, roles):
+    assert close_roles(Strategy.parse(strategy), Topology.load("h100", 64)) == roles
 
 
 def test_a_permuted_target_is_recognised_and_nothing_moves():
