@@ -118,21 +118,27 @@ class DocumentJob(Job[Candidates]):
         return lambda state: jax.tree.map(lambda flat, x: flatten(x, parts) if flat else x, is_flat, state)
 
     def compile_step(self, place: Candidates, layout: TrainState) -> DocumentStep:
-        """Compile every program that any strategy of ``place`` may need."""
-        planner, shapes = self.planner(place), self.balancing.shapes
-        optimizer = flat_layout(self.shapes.params, self._sharding(place))
-        rows = {cost.pipeline: shapes.rows(cost) for c in planner.candidates for cost in c.kinds}
-        runners: dict[Placement, PipelineRunner] = {}
-        for index in range(len(place.strategies)):
-            for pipeline in place.pipelines(index):
-                if pipeline not in runners:
-                    run, mesh = self._propagation(pipeline.strategy), pipeline.mesh(self.devices)
-                    lengths = rows[pipeline.strategy.pipelines[0]]
-                    runners[pipeline] = PipelineRunner.of(run, mesh, optimizer, lengths, shapes.max_segments)
-        state = abstract(self.shapes, layout)
-        return DocumentStep(
-            place, layout, self.data, planner, runners, FlatPrograms.of(self.optimizer, state, self.options.dtype)
-        )
+        """Compile every program that any strategy of ``place`` may need, as far as that was not done before."""
+        planner = self.planner(place)
+        placed = dict.fromkeys(p for index in range(len(place.strategies)) for p in place.pipelines(index))
+        runners = {pipeline: self._runner(place, pipeline) for pipeline in placed}
+        flat = FlatPrograms.of(self.optimizer, abstract(self.shapes, layout), self.options.dtype)
+        return DocumentStep(place, layout, self.data, planner, runners, flat)
+
+    def _runner(self, place: Candidates, pipeline: Placement) -> PipelineRunner:
+        key = pipeline, place.devices
+        if key not in self._runners:
+            shapes, kinds = self.balancing.shapes, pipeline.strategy.pipelines
+            (cost,) = shapes.limit(self.balancing.costs(self.model, kinds))
+            run, mesh = self._propagation(pipeline.strategy), pipeline.mesh(self.devices)
+            optimizer = flat_layout(self.shapes.params, self._sharding(place))
+            self._runners[key] = PipelineRunner.of(run, mesh, optimizer, shapes.rows(cost), shapes.max_segments)
+        return self._runners[key]
+
+    @cached_property
+    def _runners(self) -> dict[tuple[Placement, tuple[int, ...]], PipelineRunner]:
+        """What is compiled, by pipeline and devices of the optimizer layout: strategies have pipelines in common."""
+        return {}
 
     def _propagation(self, strategy: Strategy) -> Propagation:
         options, pp = self.options, strategy.size("pp")

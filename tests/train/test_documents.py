@@ -1,0 +1,275 @@
+"""Unlike pipelines side by side on documents of any length: as on one device that knows nothing of pipelines."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from train.small_runs import bits, largest_difference
+from train.test_trainer import compilations
+
+from dynajax import models
+from dynajax.data import DocumentSteps, MemoryDocuments
+from dynajax.errors import BalanceError, StrategyError
+from dynajax.models import LlamaConfig, MoeConfig
+from dynajax.train import StepOptions, Trainer
+from dynajax.train.balancing import Balancing
+from dynajax.train.candidates import Candidates
+from dynajax.train.documents import DocumentJob
+from dynajax.train.elementwise import require_elementwise
+
+MODEL = LlamaConfig(layers=3, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=4, vocab=256, tied=True)
+LONGEST = 40
+EIGHT = [
+    *("tp4|tp2|tp2", "tp4|pp2.tp2", "pp2.tp2|tp4", "cp4|tp2|dp1|dp1", "pp3|tp3|tp2", "cp2.tp2|tp4", "4*tp2", "8*dp1"),
+    *("pp2.cp2|tp3|dp1", "tp5|cp3", "dp2.tp4", "tp8"),
+]
+"""Strategies of eight devices: unlike and like pipelines, stages and heads that do not divide, one for all."""
+
+
+def documents(seed: int = 0) -> DocumentSteps:
+    rng = np.random.default_rng(seed)
+    lengths = [2, 3, LONGEST, LONGEST, *rng.integers(2, LONGEST, 60)]
+    texts = tuple(rng.integers(97, 123, n).astype(np.uint8).tobytes() for n in lengths)
+    return DocumentSteps(MemoryDocuments(texts), token_budget=200, longest=LONGEST)
+
+
+def optimizer() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.1), optax.trace(0.9), optax.sgd(0.1))
+
+
+def trainer(strategy: str, *, max_segments: int = 8, data: DocumentSteps | None = None, **more: Any) -> Trainer:
+    balancing = Balancing(LONGEST, buckets=1, max_segments=max_segments, align=8)
+    return Trainer(
+        MODEL, optimizer(), strategy, data or documents(), devices=jax.devices()[:16], balancing=balancing, **more
+    )
+
+
+@cache
+def reference(steps: int) -> tuple[list[float], list[Any]]:
+    """Losses and parameters of plain JAX on one device, each document a row of its own."""
+    data, opt = documents(), optimizer()
+    params = models.init(MODEL, jax.random.split(jax.random.key(0))[0])
+    opt_state, losses, after = opt.init(params), [], []
+
+    def loss(params: Any, tokens: jax.Array, targets: jax.Array, inside: jax.Array) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(LONGEST), tokens.shape)
+        logits = models.forward(MODEL, params, tokens, inside, positions)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+        weights = (targets > 0) * 1.0
+        return -(chosen * weights).sum() / weights.sum()
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, *batch: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    for number in range(steps):
+        rows = np.zeros((3, 110, LONGEST), np.int32)
+        for row, segment in enumerate(data[number].segments):
+            rows[0, row, : segment.length] = segment.text[: segment.length]
+            rows[1, row, : segment.text.size - 1] = segment.text[1:]
+            rows[2, row, : segment.length] = 1
+        params, opt_state, value = step(params, opt_state, *rows)
+        losses.append(float(value))
+        after.append(jax.tree.map(np.asarray, params))
+    return losses, after
+
+
+@cache
+def shared() -> Trainer:
+    """Keeps what is compiled for one test for the next."""
+    return trainer("8*dp1")
+
+
+def on(strategy: str) -> Trainer:
+    """A trainer at its first step that shares what is compiled."""
+    made = trainer("8*dp1")
+    made.job, made.workshop = shared().job, shared().workshop
+    made.placement = made.job.place(strategy)
+    return made
+
+
+@pytest.mark.parametrize("strategy", EIGHT)
+def test_a_step_is_that_of_one_device(strategy: str):
+    losses, after = reference(2)
+    running = on(strategy)
+    reports = [running.step() for _ in range(2)]
+    assert largest_difference([r.loss for r in reports], losses) < 1e-5
+    got = jax.tree.map(np.asarray, running.whole_state().params)
+    for ours, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(after[1]), strict=True):
+        assert ours.shape == wanted.shape
+        assert np.abs(ours - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    for report, number in zip(reports, (0, 1), strict=True):
+        batch = documents()[number]
+        assert sum(share.sequences for share in report.pipelines) == report.samples == batch.samples
+        assert sum(share.tokens for share in report.pipelines) == batch.num_tokens
+        assert report.idle_share is not None
+        assert 0 < report.idle_share < 1
+
+
+def test_each_document_in_a_row_of_its_own_gives_the_same():
+    running = trainer("tp4|tp2|dp1|dp1", max_segments=1)
+    report = running.step()
+    assert sum(share.microbatches for share in report.pipelines) == report.samples
+    assert largest_difference([report.loss], reference(1)[0]) < 1e-5
+
+
+def test_fifty_steps_under_changing_strategies_move_and_compile_nothing():
+    """Each step takes another strategy: losses of one device, no compiling, and the optimizer's arrays stay put."""
+    running, losses = on(EIGHT[0]), []
+    places = itertools.cycle(EIGHT[:6])
+    for strategy in EIGHT[:6]:
+        running.prepare(strategy).wait()
+    for strategy in EIGHT[:6]:  # warm up what is compiled on first use
+        warm = on(strategy)
+        warm.step()
+    running.step()
+    losses, seen_strategies = [running.step().loss], set()
+    with compilations() as seen:
+        for _ in range(48):
+            strategy = next(places)
+            if strategy != str(running.placement):
+                report = running.switch(strategy)
+                assert report.bytes_moved == 0
+                assert report.compile_s == 0
+            step = running.step()
+            losses.append(step.loss)
+            seen_strategies.add(step.strategy)
+    assert seen == []
+    assert len(seen_strategies) == 6
+    assert largest_difference(losses, reference(50)[0][1:]) < 1e-5
+
+
+def test_links_move_what_the_planner_proves_to_be_least():
+    running = on("pp2.cp2|tp3|dp1")
+    place = running.placement
+    assert isinstance(place, Candidates)
+    assert isinstance(running.job, DocumentJob)
+    report = running.step()
+    for pipeline, share in zip(place.pipelines(0), report.pipelines, strict=True):
+        link = running.job._runner(place, pipeline).link
+        link.pulls.verify()
+        link.pushes.verify()
+        assert share.bytes_pulled == link.pulls.bytes_moved == link.pulls.bytes_lower_bound
+        assert share.bytes_pushed == link.pushes.bytes_moved == link.pushes.bytes_lower_bound > 0
+
+
+def test_pipelines_pull_and_push_while_others_compute():
+    running = on("tp4|pp2.tp2")
+    running.step()
+    running.step()
+    when = {(event.what, event.pipeline): event for event in running.trace}
+    kinds = ["pull", "dispatch", "compute", "push"]
+    assert set(when) == {(kind, p) for kind in kinds for p in (0, 1)} | {("update", None)}
+    first, second = sorted((0, 1), key=lambda p: when["pull", p].begin_s)
+    assert when["dispatch", first].end_s <= when["pull", second].begin_s  # dispatched before the next one pulls
+    for p in (0, 1):
+        order = [when[kind, p].begin_s for kind in ("pull", "dispatch", "push")]
+        assert order == sorted(order)
+        assert when["compute", p].end_s <= when["push", p].begin_s
+    assert (
+        when["push", second].end_s <= when["push", first].begin_s
+    )  # who takes less pushes before the other is waited for
+    assert max(e.end_s for e in running.trace) == when["update", None].end_s
+
+
+def test_a_pipeline_without_work_adds_nothing():
+    few = DocumentSteps(MemoryDocuments((b"abcdefgh", b"xyz")), token_budget=16, longest=LONGEST // 4)
+    losses = {}
+    for strategy in ("4*tp2", "tp2@0-1"):
+        running = trainer(strategy, data=few)
+        steps = [running.step() for _ in range(2)]
+        losses[strategy] = [step.loss for step in steps]
+        idle = [share for share in steps[0].pipelines if not share.sequences]
+        assert len(idle) == (2 if strategy == "4*tp2" else 0)
+        assert all((share.busy_s, share.bytes_pulled, share.bytes_pushed) == (0, 0, 0) for share in idle)
+    assert largest_difference(losses["4*tp2"], losses["tp2@0-1"]) < 1e-5
+
+
+def test_other_devices_are_a_switch_like_any_other():
+    running = on("tp4|pp2.tp2")
+    losses = [running.step().loss]
+    before = bits(running.whole_state())
+    report = running.switch("tp2|tp3@9-5")
+    assert bits(running.whole_state()) == before
+    assert report.bytes_moved == report.bytes_lower_bound > 0
+    losses += [running.step().loss]
+    assert {d.id for x in jax.tree.leaves(running.state.params) for d in x.sharding.device_set} == {5, 6, 7, 8, 9}
+    assert largest_difference(losses, reference(2)[0]) < 1e-5
+
+
+def test_auto_takes_what_suits_the_documents_of_a_step():
+    balancing = Balancing(LONGEST // 2, buckets=1, max_segments=8, align=8, candidates=2)
+    running = Trainer(MODEL, optimizer(), "auto", documents(), devices=jax.devices()[:4], balancing=balancing)
+    place = running.placement
+    assert isinstance(place, Candidates)
+    assert place.name == "auto"
+    assert 1 <= len(place.strategies) <= 2
+    for strategy in place.strategies:
+        assert strategy.num_devices == 4
+        assert max(pipeline.num_devices for pipeline in strategy.pipelines) >= 2  # one device does not hold the longest
+    steps = [running.step() for _ in range(4)]
+    assert largest_difference([step.loss for step in steps], reference(4)[0]) < 1e-5
+
+
+def test_bfloat16_pulls_half_the_bytes_and_is_near_float32():
+    running = trainer("tp4|pp2.tp2", options=StepOptions(dtype=jnp.bfloat16))
+    steps = [running.step() for _ in range(3)]
+    whole = on("tp4|pp2.tp2").step()
+    assert [2 * share.bytes_pulled for share in steps[0].pipelines] == [share.bytes_pulled for share in whole.pipelines]
+    assert largest_difference([step.loss for step in steps], reference(3)[0]) < 1e-2
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(running.state.params))
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (optax.adafactor(1e-3, min_dim_size_to_factor=2), "keeps .*, which has no parameter's shape"),
+        (optax.chain(optax.scale_by_param_block_rms(), optax.sgd(1.0)), "updates tensors by their shapes"),
+        (
+            optax.adamw(1e-2, weight_decay=0.5, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
+            "updates tensors by their shapes",
+        ),
+    ],
+)
+def test_an_optimizer_that_sees_shapes_is_refused(made: optax.GradientTransformation, said: str):
+    with pytest.raises(StrategyError, match=f"the optimizer {said}.*take one that treats each element alike"):
+        Trainer(MODEL, made, "4*dp1", documents())
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        optax.lamb(1e-3),
+        optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
+        optax.adamw(
+            1e-3, mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, _: "norm" in str(path), params)
+        ),
+        optax.lion(1e-3),
+    ],
+)
+def test_an_optimizer_that_treats_elements_alike_may_be_flat(made: optax.GradientTransformation):
+    shapes = jax.eval_shape(lambda: models.init(MODEL, jax.random.key(0)))
+    require_elementwise(made, shapes)
+
+
+def test_what_cannot_be_trained_by_pipelines_side_by_side_is_refused():
+    moe = MoeConfig(layers=2, hidden=8, ffn=8, heads=2, kv_heads=2, head_dim=4, vocab=256, experts=4, top_k=2)
+    with pytest.raises(StrategyError, match=r"load-balance loss .* take balance_weight=0"):
+        Trainer(moe, optimizer(), "2*dp1", documents())
+    with pytest.raises(BalanceError, match="has 40 tokens and the roomiest candidate holds"):
+        Trainer(MODEL, optimizer(), "2*dp1", documents(), balancing=Balancing(16))
+    with pytest.raises(StrategyError, match="uses device 16, but there are 16"):
+        trainer("tp8|tp8|dp1")
+    with pytest.raises(StrategyError, match="side by side have the axes pp, cp, tp"):
+        trainer("fsdp2|tp2")
+    assert replace(moe, balance_weight=0.0).balance_weight == 0
