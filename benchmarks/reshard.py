@@ -19,7 +19,6 @@ import argparse
 import functools
 import gc
 import json
-import mmap
 import platform
 import shutil
 import statistics
@@ -29,20 +28,21 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path as File
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from floor import copy_seconds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dynajax as dj
 from dynajax.bytesize import format_bytes
 from dynajax.engine import prepare_reshard
+from dynajax.engine.reshard import PATHS, Path
 
 P = PartitionSpec
 Tree = list[jax.Array]
@@ -90,14 +90,16 @@ def cases() -> list[Case]:
     ]
 
 
-def _dynajax(tree: Tree, case: Case, plan: Any) -> Tree:
-    return dj.reshard(tree, case.target, donate=True, plan=plan)[0]
+def _dynajax(path: Path) -> Method:
+    def prepare(tree: Tree, case: Case) -> Any:
+        plan = dj.plan_reshard(tree, case.target, budget=BUDGET, donate=True, path=path)
+        prepare_reshard(tree, case.target, plan=plan, path=path)
+        return plan
 
+    def run(tree: Tree, case: Case, plan: Any) -> Tree:
+        return dj.reshard(tree, case.target, donate=True, plan=plan, path=path)[0]
 
-def _plan(tree: Tree, case: Case) -> Any:
-    plan = dj.plan_reshard(tree, case.target, budget=BUDGET, donate=True)
-    prepare_reshard(tree, case.target, plan=plan)
-    return plan
+    return Method("dynajax" if path == "shared memory" else f"dynajax, {path}", run, prepare)
 
 
 def _device_put(tree: Tree, case: Case, _: Any) -> Tree:
@@ -129,7 +131,7 @@ def _host(tree: Tree, case: Case, _: Any) -> Tree:
     return [jax.block_until_ready(jax.device_put(np.asarray(x), case.target)) for x in tree]
 
 
-def _orbax(tree: Tree, case: Case, folder: Path) -> Tree:
+def _orbax(tree: Tree, case: Case, folder: File) -> Tree:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "state", tree)
         checkpointer.wait_until_finished()
@@ -138,11 +140,11 @@ def _orbax(tree: Tree, case: Case, folder: Path) -> Tree:
 
 
 METHODS = [
-    Method("dynajax", _dynajax, _plan),
+    *map(_dynajax, PATHS),
     Method("device_put", _device_put),
     Method("jit identity", _identity, _compiled_identity, _same_devices),
     Method("host round trip", _host),
-    Method("orbax", _orbax, lambda tree, case: Path(tempfile.mkdtemp(prefix="dynajax-bench-"))),
+    Method("orbax", _orbax, lambda tree, case: File(tempfile.mkdtemp(prefix="dynajax-bench-"))),
 ]
 
 
@@ -162,31 +164,8 @@ def _maker(sharding: NamedSharding, rows: int, columns: int) -> Any:
 def floor_seconds(tree: Tree, case: Case) -> float:
     """Two threads copy, from the real source buffers into fresh pages, as many bytes as must change devices."""
     plan = dj.plan_reshard(tree, case.target, budget="1TB")
-    need = plan.bytes_moved // len(tree)
     sources = [[np.asarray(s.data).reshape(-1).view(np.uint8) for s in x.addressable_shards] for x in tree]
-
-    def fill(shards: list[Any]) -> Any:
-        slab, at = np.frombuffer(_fresh_pages(need), np.uint8), 0
-        while at < need:
-            for s in shards:
-                n = min(len(s), need - at)
-                slab[at : at + n] = s[:n]
-                at += n
-        return slab
-
-    with ThreadPoolExecutor(2) as pool:
-        start = time.perf_counter()
-        slabs = list(pool.map(fill, sources))
-        seconds = time.perf_counter() - start
-    del slabs
-    return seconds
-
-
-def _fresh_pages(nbytes: int) -> mmap.mmap:
-    """Memory that no one touched before, in huge pages where the system gives them, as numpy asks for large arrays."""
-    pages = mmap.mmap(-1, max(nbytes, 1))
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
+    return copy_seconds(sources, plan.bytes_moved // len(tree))
 
 
 def peak_extra(method: Method, case: Case, size: tuple[int, int, int]) -> int:
@@ -194,7 +173,7 @@ def peak_extra(method: Method, case: Case, size: tuple[int, int, int]) -> int:
     tree = make_tree(case, *size)
     prepared = method.prepare(tree, case)
     before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    File("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     moved = jax.block_until_ready(method.run(tree, case, prepared))
     high = _resident("VmHWM")
     del tree
@@ -206,7 +185,7 @@ def peak_extra(method: Method, case: Case, size: tuple[int, int, int]) -> int:
 
 
 def _resident(field: str) -> int:
-    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(field))
+    line = next(row for row in File("/proc/self/status").read_text().splitlines() if row.startswith(field))
     return int(line.split()[1]) * 1024
 
 
@@ -220,7 +199,7 @@ def peak_in_child(method: Method, case: Case, args: argparse.Namespace) -> int:
 
 
 def _clean(prepared: Any) -> None:
-    if isinstance(prepared, Path):
+    if isinstance(prepared, File):
         shutil.rmtree(prepared, ignore_errors=True)
 
 
