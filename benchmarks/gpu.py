@@ -122,10 +122,10 @@ def main() -> None:
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 4)
     try:
-        devices: tuple[Any, ...] = tuple(jax.devices(args.platform))
+        devices = list(jax.devices(args.platform))
     except RuntimeError:
         parser.exit(2, f"no {args.platform} here: JAX finds {jax.default_backend()} devices only\n")
-    area = Area(devices, args.megabytes << 18)
+    area = Area(tuple(devices), args.megabytes << 18)
     rows = [
         measured(f"{name}, grains of {grain}", name, getattr(area, name)(grain), area.copied, args.rounds)
         for name in ("pack", "unpack")

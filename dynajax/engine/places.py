@@ -14,6 +14,7 @@ from functools import cached_property
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
+from numpy.typing import NDArray
 
 from dynajax.engine import _jax_private as private
 from dynajax.engine.tree import Bundle, Held, Leaf, Stored
@@ -21,6 +22,7 @@ from dynajax.errors import LayoutError, TargetError, TopologyError
 from dynajax.meshes import Topology
 from dynajax.vps import Arrays, Layout, Space, Tensor, Tiling, named_tiling, stored_tiling
 from dynajax.vps.parts import joined, parts_tiling
+from dynajax.vps.region import Ints
 
 Place = tuple[jax.Device, str | None]
 
@@ -46,6 +48,11 @@ class Places:
     def devices(self) -> tuple[jax.Device, ...]:
         """The devices, in the order of their ids."""
         return tuple(dict.fromkeys(device for device, _ in self.places))
+
+    def differ(self, a: Ints, b: Ints) -> NDArray[np.bool_]:
+        """True where places ``a[k]`` and ``b[k]`` are of different devices."""
+        ids = np.asarray([device.id for device, _ in self.places])
+        return ids[a] != ids[b]
 
     def numbers(self, sharding: Sharding) -> dict[jax.Device, int]:
         """Number of each device of a sharding, in that sharding's memory."""

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -34,7 +34,7 @@ _THREADS = 2
 _BATCH_BYTES = 1 << 22
 _WORTH_A_CALL = 1 << 15
 
-_T = TypeVar("_T", bound=Outline)
+_T = TypeVar("_T", bound="_Shards")
 
 
 class SharedMemory:
@@ -62,16 +62,18 @@ class SharedMemory:
             # What is passed on has to have come first.
             turns = [[copy for fill in fills for copy in fill.copies(relayed)] for relayed in (False, True)]
         with self._watch.phase("move"):
+            whole = _send_whole(fills)
             for copies in turns:
                 list(self._pool.map(_copy_batch, _batches(copies)))
+            jax.block_until_ready(whole)
         with self._watch.phase("unpack"):
             return [fill.target(share) for fill in fills]
 
     def prepare(self, stage: Stage) -> None:
         """See ``Transport.prepare``."""
-        self._compile(_by_kind(Outline(move, leaf, self._places) for move, leaf in stage))
+        self._compile(_by_kind(_Shards(move, leaf, self._places) for move, leaf in stage))
 
-    def _compile(self, kinds: Mapping[Kind, Sequence[Outline]]) -> None:
+    def _compile(self, kinds: Mapping[Kind, Sequence[_Shards]]) -> None:
         """Have the programs that allocate."""
         with self._watch.compiling(uninitialised.compiled_so_far):
             for kind, alike in kinds.items():
@@ -111,7 +113,34 @@ class Kind:
         return large and self.in_default_memory and not is_packed(self.dtype)
 
 
-class _Fill(Outline):
+class _Shards(Outline):
+    """The target shards of one leaf.
+
+    Attributes:
+        whole: places whose shard is a source shard of another device, each with that shard's place.
+        kind: what the others that do not stay are like.
+    """
+
+    def __init__(self, move: Move, leaf: Leaf, places: Places) -> None:
+        super().__init__(move, leaf, places)
+        self.kind = Kind(self.filled, self.shape, self.dtype, self.is_in_default_memory)
+        self.whole = self._whole() if self.kind.is_owned_by_xla else {}
+        if self.whole:
+            rest = tuple(d for d in self.filled if self.number[d] not in self.whole)
+            self.kind = replace(self.kind, devices=rest)
+
+    def _whole(self) -> dict[int, int]:
+        c, source = self.move.copies, self.leaf.source
+        elements = math.prod(self.shape) // math.prod(self.inner)
+        if self.shape != (*source.sharding.shard_shape(source.array_shape), *self.inner) or c.relayed.any():
+            return {}
+        moved = self._places.differ(c.source, c.target) & (c.volumes == elements)
+        rows = np.flatnonzero(moved & (c.source_offset == 0) & (c.target_offset == 0))
+        alike = ((c.source_stride == c.target_stride) | (c.extent == 1))[rows].all(axis=1)
+        return dict(zip(c.target[rows[alike]].tolist(), c.source[rows[alike]].tolist(), strict=True))
+
+
+class _Fill(_Shards):
     """One leaf on its way: its source shards, and the buffers of its target shards."""
 
     def __init__(self, move: Move, leaf: Leaf, places: Places) -> None:
@@ -129,7 +158,7 @@ class _Fill(Outline):
     def copies(self, relayed: bool) -> list[Copy]:
         """``(to, from)`` views of every box to copy out of a source, or to pass on out of a target."""
         c, word = self.move.copies, word_of(self.move.tensor.itemsize)
-        rows = np.flatnonzero(c.relayed == relayed)
+        rows = np.flatnonzero((c.relayed == relayed) & ~np.isin(c.target, list(self.whole)))
         target = {n: b.view(word) for n, b in self.slab.items()}
         source = target
         if not relayed:
@@ -139,6 +168,11 @@ class _Fill(Outline):
             (view(target[t], to, ts, e), view(source[s], so, ss, e))
             for t, s, e, to, ts, so, ss in zip(*(column[rows].tolist() for column in columns), strict=True)
         ]
+
+    def whole_pieces(self) -> list[tuple[int, jax.Array, jax.Device]]:
+        """Source shards that move as they are: for which place, which, and to which device."""
+        device = {n: d for d, n in self.number.items()}
+        return [(n, self._sources[source], device[n]) for n, source in self.whole.items()]
 
     def target(self, share: bool) -> jax.Array:
         """The target array."""
@@ -150,8 +184,7 @@ class _Fill(Outline):
 def _by_kind(outlines: Iterable[_T]) -> dict[Kind, list[_T]]:
     groups: dict[Kind, list[_T]] = {}
     for outline in outlines:
-        kind = Kind(outline.filled, outline.shape, outline.dtype, outline.is_in_default_memory)
-        groups.setdefault(kind, []).append(outline)
+        groups.setdefault(outline.kind, []).append(outline)
     return groups
 
 
@@ -160,7 +193,7 @@ def _allocate(kind: Kind, fills: list[_Fill]) -> None:
     if kind.is_owned_by_xla:
         made = uninitialised.allocate(kind.devices, kind.shape, kind.dtype, len(fills))
         for fill, shards in zip(fills, made, strict=True):
-            fill.owned = {fill.number[d]: shard for d, shard in shards.items()}
+            fill.owned |= {fill.number[d]: shard for d, shard in shards.items()}
             fill.slab = {n: bytes_of(shard) for n, shard in fill.owned.items()}
         return
     room = -(-kind.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -169,6 +202,15 @@ def _allocate(kind: Kind, fills: list[_Fill]) -> None:
         start = -slab.ctypes.data % _ALIGNMENT
         for k, device in enumerate(kind.devices):
             fill.slab[fill.number[device]] = slab[start + k * room : start + k * room + kind.nbytes]
+
+
+def _send_whole(fills: Iterable[_Fill]) -> list[jax.Array]:
+    """Begin to copy shards that move as they are: JAX does that faster than we do, into memory of its own."""
+    moves = [(fill, *piece) for fill in fills for piece in fill.whole_pieces()]
+    sent = jax.device_put([piece for _, _, piece, _ in moves], [device for *_, device in moves]) if moves else []
+    for (fill, number, _, _), piece in zip(moves, sent, strict=True):
+        fill.owned[number] = piece
+    return sent
 
 
 def _copy_batch(batch: list[Copy]) -> None:

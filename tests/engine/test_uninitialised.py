@@ -12,7 +12,7 @@ from engine.states import P, assert_same_bits, mesh
 from jax.sharding import NamedSharding
 
 import dynajax as dj
-from dynajax.engine import prepare_reshard, programs, uninitialised
+from dynajax.engine import prepare_reshard, programs, shared_memory, uninitialised
 from dynajax.engine.batches import batches
 from dynajax.engine.reshard import Path
 
@@ -69,16 +69,30 @@ def test_a_prepared_move_compiles_nothing(compiles: list[str], path: Path) -> No
     source = {k: jax.block_until_ready(jax.device_put(v, _on("tp8")[k])) for k, v in _host().items()}
     shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in source.items()}
     budget = {"shared memory": "300KB", "xla": "600KB"}[path]
-    plan = dj.plan_reshard(shapes, _on("tp8 reversed"), donate=True, budget=budget, path=path)
+    plan = dj.plan_reshard(shapes, _on("fsdp8"), donate=True, budget=budget, path=path)
     compiles.clear()
-    prepare_reshard(shapes, _on("tp8 reversed"), plan=plan, path=path)
+    prepare_reshard(shapes, _on("fsdp8"), plan=plan, path=path)
     assert compiles
     compiles.clear()
-    moved, report = dj.reshard(source, _on("tp8 reversed"), plan=plan, path=path)
+    moved, report = dj.reshard(source, _on("fsdp8"), plan=plan, path=path)
     assert not compiles
     assert report.compile_s == 0
     assert report.stages > 1
     assert_same_bits(moved, _host())
+
+
+def test_shards_that_move_whole_are_copied_by_jax_into_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    copy = shared_memory._copy_batch
+    monkeypatch.setattr(shared_memory, "_copy_batch", lambda b: (copied.extend(to.nbytes for to, _ in b), copy(b))[1])
+    source = {k: jax.block_until_ready(jax.device_put(v, _on("tp8")[k])) for k, v in _host().items()}
+    pointers = {s.data.unsafe_buffer_pointer() for x in source.values() for s in x.addressable_shards}
+    moved, report = dj.reshard(source, _on("tp8 reversed"), check=True)
+    assert_same_bits(moved, _host())
+    assert report.bytes_moved == report.bytes_lower_bound > 100 * sum(copied)
+    large = [s.data for x in moved.values() for s in x.addressable_shards if s.data.nbytes >= 2**15]
+    assert large
+    assert not pointers & {s.unsafe_buffer_pointer() for s in large}
 
 
 def test_few_programs_serve_every_count() -> None:
