@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,7 +47,8 @@ class Parcel(Outline):
         self._inner = math.prod(self.inner)
         elements = math.prod(self.source_shape), math.prod(self.shape)
         run = longest_run(move.copies, elements[0] // self._inner, elements[1] // self._inner) * self._inner
-        self.words, self.grain = words_and_grain(np.dtype(np.uint8) if is_packed(self.dtype) else self.dtype, run, most)
+        dtype = np.dtype(np.uint8) if is_packed(self.dtype) else self.dtype
+        self.words, self.grain = words_and_grain(dtype, run, most, max(elements))
         self.sizes = self.words.count(elements[0]), self.words.count(elements[1])
         self.made: dict[int, jax.Array] = {}
 
@@ -79,7 +80,7 @@ class Parcel(Outline):
             self.made[self.number[device]] = buffer
 
 
-def _by_id(devices: Iterator[jax.Device] | Sequence[jax.Device] | set[jax.Device]) -> Devices:
+def _by_id(devices: Iterable[jax.Device]) -> Devices:
     return tuple(sorted(devices, key=lambda d: d.id))
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynajax.engine.words import Words
+from dynajax.errors import LayoutError
 from dynajax.planner.route import Copies
 from dynajax.vps.region import Ints
 
@@ -91,15 +92,29 @@ def longest_run(c: Copies, source: int, target: int) -> int:
     return max(math.gcd(common, *np.unique(run).tolist()), 1)
 
 
-def words_and_grain(dtype: np.dtype, run: int, most: int) -> tuple[Words, int]:
+def words_and_grain(dtype: np.dtype, run: int, most: int, largest: int = 0) -> tuple[Words, int]:
     """How to send elements whose copies are multiples of ``run`` of them, and the words of a grain.
 
     Grains have a power of two of words, and so has ``most``, so that grains fill a bucket of that size.
+
+    Args:
+        dtype: of the elements.
+        run: see ``longest_run``.
+        most: words of a grain at most.
+        largest: elements of the largest buffer.
+
+    Raises:
+        LayoutError: the buffer has more grains than 32 bits count.
     """
-    widened = bool(run * dtype.itemsize % 4)
-    words = Words(dtype, widened)
+    words = Words(dtype, widened=bool(run * dtype.itemsize % 4))
     count = max(words.count(run), 1)
-    return words, min(count & -count, most)
+    grain = min(count & -count, most)
+    if words.count(largest) // grain >= NOWHERE:
+        raise LayoutError(
+            f"a shard of {largest} elements that moves in runs of {run} has more runs than 32 bits count; choose "
+            "layouts that cut it into longer runs, or smaller shards"
+        )
+    return words, grain
 
 
 def grains_of(c: Copies, rows: np.ndarray, size: int, device: Ints) -> Grains:

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 import dynajax as dj
 from dynajax.engine import programs
 from dynajax.engine.reshard import Path
-from dynajax.engine.waves import NOWHERE, Grains, waves_of
+from dynajax.engine.waves import NOWHERE, Grains, waves_of, words_and_grain
 from dynajax.engine.words import Words, is_packed
-from dynajax.errors import TopologyError
+from dynajax.errors import LayoutError, TopologyError
 from dynajax.meshes import Tier, Topology
 
 
@@ -104,6 +104,12 @@ def test_words_hold_every_bit(dtype: str, widened: bool) -> None:
     came = jax.jit(lambda x: words.typed(words.split(x)))(sent)
     assert came.dtype == kind
     assert np.asarray(came).tobytes() == bits.tobytes()
+
+
+def test_more_grains_than_32_bits_count_are_refused() -> None:
+    assert words_and_grain(np.dtype(np.float32), 2**12, 2**20, 2**36)[1] == 2**12
+    with pytest.raises(LayoutError, match="runs of 3 has more runs than 32 bits count"):
+        words_and_grain(np.dtype(np.float32), 3, 2**20, 3 * 2**31)
 
 
 KINDS = ["float32", "bfloat16", "float16", "float8_e5m2", "bool", "int8", "int4", "uint2", "float4_e2m1fn", "complex64"]
