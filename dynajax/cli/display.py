@@ -79,6 +79,21 @@ class Display:
             table.add_row(str(s.step), s.source, s.target, *sizes, *times, format_bytes(s.peak_extra_bytes))
         self.console.print(table)
 
+    def pipelines(self, steps: Sequence[StepReport]) -> None:
+        """Show what pipelines that ran side by side did in each step."""
+        if not any(step.pipelines for step in steps):
+            return
+        table = Table(title="documents and tokens by pipeline", box=SIMPLE_HEAD, padding=0)
+        for name in ("step", "strategy", "pipelines: documents/tokens"):
+            table.add_column(name)
+        for name in ("idle", "ms"):
+            table.add_column(name, justify="right")
+        for step in steps:
+            shares = "  ".join(f"{s.pipeline}: {s.sequences}/{s.tokens}" for s in step.pipelines)
+            idle = "" if step.idle_share is None else f"{step.idle_share:.0%}"
+            table.add_row(str(step.step), step.strategy, shares, idle, f"{step.step_s * 1e3:.0f}")
+        self.console.print(table)
+
 
 class Progressing:
     """A bar on its way."""

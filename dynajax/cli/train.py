@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dynajax.cli.devices import described, use_devices
@@ -16,6 +17,9 @@ from dynajax.cli.train_options import TrainOptions, continued
 from dynajax.cli.train_setup import Setup, check
 from dynajax.errors import RunError
 from dynajax.train import StepReport, SwitchReport, Trainer, TrainState
+from dynajax.train.candidates import Candidates
+from dynajax.train.documents import DocumentJob
+from dynajax.train.job import Place
 from dynajax.train.record import as_event
 from dynajax.train.schedule import follow
 from dynajax.train.twin import unswitched_losses
@@ -42,11 +46,12 @@ def run(options: TrainOptions) -> int:
     verified = None
     with RunFolder(setup) as folder:
         trainer.state = folder.start(trainer)
-        twin = folder.first_state(trainer) if options.verify else None
+        twin = Twin.of(trainer, folder) if options.verify else None
         with Stop() as stop:
             steps, switches = _train(setup, trainer, folder, display, stop)
             folder.save(trainer)
         display.switches(switches)
+        display.pipelines(steps)
         display.losses([step.loss for step in steps])
         if stop():
             display.note(f"stopped before step {trainer.next_step}" + (", go on with --resume" if options.out else ""))
@@ -55,6 +60,27 @@ def run(options: TrainOptions) -> int:
     if options.json:
         print(json.dumps(_summary(options, steps, switches, verified)))
     return 0 if stop.number is None else 128 + stop.number
+
+
+@dataclass(frozen=True, eq=False)
+class Twin:
+    """Where the twin of a run starts: as the run does, or on documents under one strategy with like pipelines.
+
+    Attributes:
+        place: where it runs.
+        state: of its first step.
+    """
+
+    place: Place
+    state: TrainState
+
+    @staticmethod
+    def of(trainer: Trainer, folder: RunFolder) -> Twin:
+        """The twin of the run that ``trainer`` begins."""
+        job, place = trainer.job, trainer.placement
+        if isinstance(job, DocumentJob) and isinstance(place, Candidates):
+            place = job.uniform(place)
+        return Twin(place, folder.first_state(trainer, place))
 
 
 def _train(
@@ -79,20 +105,19 @@ def _train(
 def _compare(
     setup: Setup,
     trainer: Trainer,
-    twin: TrainState,
+    twin: Twin,
     steps: Sequence[StepReport],
     folder: RunFolder,
     display: Display,
 ) -> float:
     """The largest relative difference between the losses of the run and of its unswitched twin."""
-    first = setup.schedule.first
     lines: list[dict[str, Any]] = []
     with display.progress("unswitched twin", setup.begin, setup.begin + len(steps)) as bar:
-        losses = unswitched_losses(trainer, first, twin, setup.begin + len(steps))
+        losses = unswitched_losses(trainer, twin.place, twin.state, setup.begin + len(steps))
         for report, loss in zip(steps, losses, strict=True):
             difference = abs(report.loss - loss) / abs(loss)
             lines.append({"step": report.step, "loss": report.loss, "twin_loss": loss, "rel_diff": difference})
-            bar.stepped(report.step, loss, str(first))
+            bar.stepped(report.step, loss, str(twin.place))
     folder.compared(lines)
     largest = max((line["rel_diff"] for line in lines), default=0.0)
     display.note(f"largest relative difference to the losses of the unswitched twin: {largest:.1e}")

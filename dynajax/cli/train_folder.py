@@ -14,6 +14,7 @@ from dynajax.cli.train_setup import Setup
 from dynajax.errors import RunError
 from dynajax.train import Trainer, TrainState
 from dynajax.train.checkpoint import Checkpoints
+from dynajax.train.job import Place
 from dynajax.train.record import Record, drop_since
 
 VERIFIED = "verify.jsonl"
@@ -49,12 +50,13 @@ class RunFolder:
         self._begin()
         return self.first_state(trainer) if resumed is None else resumed
 
-    def first_state(self, trainer: Trainer) -> TrainState:
-        """The state of the first step: new, or that of the checkpoint to resume from."""
+    def first_state(self, trainer: Trainer, place: Place | None = None) -> TrainState:
+        """The state of the first step, at ``place`` or where the trainer is: new, or that of the latest checkpoint."""
+        where: Place = trainer.placement if place is None else place
         if self._path is None or not self._setup.options.resume:
-            return trainer.job.initial_state(trainer.placement, trainer.seed)
+            return trainer.job.initial_state(where, trainer.seed)
         with Checkpoints(self._path / CHECKPOINTS) as checkpoints:
-            return checkpoints.restore(trainer.job, trainer.placement, self._setup.batches)
+            return checkpoints.restore(trainer.job, where, self._setup.data)
 
     def _begin(self) -> None:
         if self._path is None:
@@ -77,7 +79,7 @@ class RunFolder:
     def save(self, trainer: Trainer) -> None:
         """Write a checkpoint of the present state."""
         if self._path is not None:
-            self._checkpoints.save(trainer.state, trainer.job, trainer.placement, self._setup.batches)
+            self._checkpoints.save(trainer.state, trainer.job, trainer.placement, self._setup.data)
 
     def compared(self, lines: Iterable[dict[str, Any]]) -> None:
         """Write the losses of the run and its twin, a step a line."""

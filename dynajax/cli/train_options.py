@@ -10,7 +10,7 @@ from typing import Literal
 import tyro
 
 from dynajax.errors import RunError
-from dynajax.meshes import Placement
+from dynajax.train.candidates import read_asked
 from dynajax.train.checkpoint import latest_step
 from dynajax.train.schedule import Schedule, Switch
 
@@ -31,7 +31,8 @@ class TrainOptions:
     model: str = "small"
     """Preset that says the shape of the model."""
     strategy: str | None = None
-    """First strategy, such as dp2.tp4, fsdp8 or tp4@4-7 (on devices 4 to 7). With neither this nor --switch: a tour."""
+    """First strategy, such as dp2.tp4, pp2.cp2.tp2 or tp4@4-7 (on devices 4 to 7). tp4|pp2.tp2 has unlike pipelines
+    side by side, auto chooses pipelines for the documents of each step. With neither this nor --switch: a tour."""
     switch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """STEP:STRATEGY, such as 20:fsdp8: from step 20 on run fsdp8. May be given many times."""
     steps: int = 60
@@ -41,9 +42,16 @@ class TrainOptions:
     data: str | None = None
     """Folder of text files, one a document. Default: the Python standard library's own sources."""
     seq_len: int = 128
-    """Tokens (bytes) of a row."""
+    """Tokens (bytes) of a row; with documents, how many of a row a device holds."""
     batch: int = 8
     """Rows of the global batch, whatever the strategy."""
+    longest: int | None = None
+    """Train on documents as they are, not on packed rows: most tokens of a document, longer ones are split. Pipelines
+    side by side always do so, by default with 4 times --seq-len."""
+    tokens: int | None = None
+    """With documents: most tokens of a step. Default: --batch times --longest."""
+    profile: str | None = None
+    """With documents: file of measured times; without it they are guessed from the shape of the model."""
     microbatches: int | None = None
     """Parts of a batch that follow one another through a pipeline. Default: two a pipeline stage, if there are rows."""
     chunks: int = 1
@@ -86,7 +94,7 @@ def continued(options: TrainOptions) -> TrainOptions:
         RunError: there is no such run, or it has no checkpoint.
     """
     step, stored = resumed_step(options), _stored(options)
-    schedule = Schedule(Placement.parse(stored.strategy or ""), tuple(map(Switch.parse, stored.switch))).since(step)
+    schedule = Schedule(read_asked(stored.strategy or ""), tuple(map(Switch.parse, stored.switch))).since(step)
     keeps = options.strategy is None and not options.switch
     return replace(
         stored,

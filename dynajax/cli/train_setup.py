@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,19 @@ import jax
 import jax.numpy as jnp
 import psutil
 
+from dynajax.balance import load_profile
 from dynajax.bytesize import format_bytes, parse_bytes
 from dynajax.cli.train_options import CONFIG, METRICS, TrainOptions, resumed_step
-from dynajax.data import VOCAB_SIZE, Batches, folder_documents, stdlib_documents
+from dynajax.data import VOCAB_SIZE, Batches, Documents, DocumentSteps, folder_documents, stdlib_documents
 from dynajax.engine.keys import is_key
 from dynajax.errors import RunError, StrategyError
-from dynajax.meshes import Placement
+from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, count_parameters, preset
 from dynajax.train import StepOptions, Trainer
+from dynajax.train.balancing import Balancing
+from dynajax.train.candidates import Asked, Candidates, read_asked, takes_documents
 from dynajax.train.fit import batch_shards, require_fit, similar, surprises
+from dynajax.train.job import Place
 from dynajax.train.recipe import adamw
 from dynajax.train.schedule import Schedule, Switch, tour
 
@@ -35,19 +39,19 @@ class Setup:
     Attributes:
         options: the flags.
         model: shape of the decoder.
-        schedule: which placement runs when, from ``begin`` on.
-        batches: the data.
+        schedule: what runs when, from ``begin`` on.
+        data: rows, or documents for pipelines side by side.
         begin: number of the first step.
     """
 
     options: TrainOptions
     model: LlamaConfig
     schedule: Schedule
-    batches: Batches
+    data: Batches | DocumentSteps
     begin: int
 
     @property
-    def placements(self) -> list[Placement]:
+    def asked(self) -> list[Asked]:
         """All that the run goes through, in order."""
         return [self.schedule.first, *(switch.target for switch in self.schedule.switches)]
 
@@ -58,38 +62,58 @@ class Setup:
             BudgetError: the budget cannot hold a move.
             RunError: the emulated devices together cannot hold the state.
         """
-        options, first = self.options, self.schedule.first
+        options = self.options
         made = Trainer(
             self.model,
             adamw(options.lr),
-            first,
-            self.batches,
+            str(self.schedule.first),
+            self.data,
             devices=devices,
             seed=options.seed,
             budget=options.budget,
             options=step_options(options),
+            balancing=balancing(options),
         )
-        _require_memory(made, self.placements)
+        _require_memory(made, [made.job.place(asked) for asked in self.asked])
         for source, target in self.schedule.moves():
             made.plan(source, target)
         return made
 
     def notes(self) -> list[str]:
         """What may surprise about the run."""
-        devices, rows = self.options.devices, self.options.batch
-        found = [f"{self.options.model}: {count_parameters(self.model):,} parameters", self.batches.summary()]
-        for placement in self.placements:
-            shards = batch_shards(placement.strategy)
-            if placement.num_devices < devices:
-                found.append(f"{placement} runs on {placement.num_devices} of the {devices} devices")
-            found += [f"{placement}: {line}" for line in surprises(self.model, placement.strategy)]
-            if rows % shards:
-                fillers = -rows % shards
+        found = [f"{self.options.model}: {count_parameters(self.model):,} parameters"]
+        if isinstance(self.data, Batches):
+            found.append(self.data.summary())
+        for asked in self.asked:
+            if isinstance(asked, Placement):
+                found += self._notes_on(asked)
+        return found
+
+    def _notes_on(self, placement: Placement) -> list[str]:
+        found: list[str] = []
+        if placement.num_devices < self.options.devices:
+            found.append(f"{placement} runs on {placement.num_devices} of the {self.options.devices} devices")
+        for pipeline in placement.strategy.pipelines:
+            found += [f"{placement}: {line}" for line in surprises(self.model, Strategy((pipeline,)))]
+        if isinstance(self.data, Batches):
+            rows, shards = self.options.batch, batch_shards(placement.strategy)
+            fillers = -rows % shards
+            if fillers:
                 found.append(
                     f"{placement} cuts {rows} rows in {shards} parts: {fillers} filler rows of weight 0 are added, "
                     f"none with --batch {rows + fillers}"
                 )
         return found
+
+
+def balancing(options: TrainOptions) -> Balancing:
+    """How documents are shared out among pipelines side by side.
+
+    Raises:
+        BalanceError: the profile cannot be read.
+    """
+    profile = None if options.profile is None else load_profile(options.profile)
+    return Balancing(options.seq_len, profile=profile)
 
 
 def step_options(options: TrainOptions) -> StepOptions:
@@ -113,18 +137,49 @@ def check(options: TrainOptions) -> Setup:
     _require_folder(options)
     schedule = _schedule(options, model)
     schedule.require_within(begin, options.steps)
-    for placement in (schedule.first, *(switch.target for switch in schedule.switches)):
-        require_fit(model, placement, options.devices)
+    asked = [schedule.first, *(switch.target for switch in schedule.switches)]
+    by_documents = options.longest is not None or any(map(takes_documents, asked))
+    for placement in (one for one in asked if isinstance(one, Placement)):
+        parts = Candidates.one(placement).pipelines(0) if by_documents else (placement,)
+        for part in parts:
+            require_fit(model, part, options.devices)
     if model.vocab < VOCAB_SIZE:
         raise RunError(f"--model {options.model} has {model.vocab} tokens and text needs {VOCAB_SIZE}; take another")
-    if 0 < model.learned_positions < options.seq_len:
+    options = _of_documents(options) if by_documents else options
+    data = _documents(options, model) if by_documents else _rows(options, model)
+    return Setup(options, model, schedule, data, begin)
+
+
+def _rows(options: TrainOptions, model: LlamaConfig) -> Batches:
+    _require_positions("--seq-len", options.seq_len, options, model)
+    return Batches(_texts(options), batch_size=options.batch, seq_len=options.seq_len, seed=options.seed)
+
+
+def _of_documents(options: TrainOptions) -> TrainOptions:
+    """``options`` with the sizes of documents and steps as numbers, so that a run that goes on has the same."""
+    longest = 4 * options.seq_len if options.longest is None else options.longest
+    return replace(options, longest=longest, tokens=options.tokens or options.batch * longest)
+
+
+def _documents(options: TrainOptions, model: LlamaConfig) -> DocumentSteps:
+    longest, tokens = options.longest or 0, options.tokens or 0
+    if min(longest, tokens) < 1:
+        raise RunError(f"--longest {longest} --tokens {tokens}: give 1 or more")
+    _require_positions("--longest", longest, options, model)
+    balancing(options)
+    return DocumentSteps(_texts(options), token_budget=tokens, longest=longest, seed=options.seed)
+
+
+def _texts(options: TrainOptions) -> Documents:
+    return stdlib_documents() if options.data is None else folder_documents(options.data)
+
+
+def _require_positions(flag: str, tokens: int, options: TrainOptions, model: LlamaConfig) -> None:
+    if 0 < model.learned_positions < tokens:
         raise RunError(
-            f"--seq-len {options.seq_len}: --model {options.model} has {model.learned_positions} positions; "
-            f"take --seq-len {model.learned_positions} or less"
+            f"{flag} {tokens}: --model {options.model} has {model.learned_positions} positions; "
+            f"take {flag} {model.learned_positions} or less"
         )
-    documents = stdlib_documents() if options.data is None else folder_documents(options.data)
-    batches = Batches(documents, batch_size=options.batch, seq_len=options.seq_len, seed=options.seed)
-    return Setup(options, model, schedule, batches, begin)
 
 
 def _require_numbers(options: TrainOptions, begin: int) -> None:
@@ -157,8 +212,9 @@ def _schedule(options: TrainOptions, model: LlamaConfig) -> Schedule:
     if options.strategy is None:
         first = tour(model, options.devices, options.steps).first
     else:
-        first = Placement.parse(options.strategy)
-        _require_all_devices(options.strategy, first, options.devices)
+        first = read_asked(options.strategy)
+        if isinstance(first, Placement):
+            _require_all_devices(options.strategy, first, options.devices)
     return Schedule(first, tuple(map(Switch.parse, options.switch)))
 
 
@@ -168,22 +224,22 @@ def _require_all_devices(text: str, first: Placement, devices: int) -> None:
     if "@" in text or used == devices:
         return
     some = f", {text}@0-{used - 1} to leave some idle" if used < devices else ""
-    others = " or ".join(map(str, similar(first.strategy, devices)))
+    others = f", or {' or '.join(map(str, similar(first.strategy, devices)))}" if first.strategy.is_homogeneous else ""
     raise StrategyError(
-        f"--strategy {text} uses {used} devices and there are {devices}: take --devices {used}, or {others}{some}"
+        f"--strategy {text} uses {used} devices and there are {devices}: take --devices {used}{others}{some}"
     )
 
 
-def _require_memory(trainer: Trainer, placements: Sequence[Placement]) -> None:
+def _require_memory(trainer: Trainer, places: Sequence[Place]) -> None:
     """Emulated devices share one memory, and running out of it ends the process without a word."""
     if trainer.job.devices[0].platform != "cpu":
         return
     free = psutil.virtual_memory().available
-    for placement in placements:
-        needed = _COPIES_OF_STATE * sum(map(_held_bytes, jax.tree.leaves(trainer.job.abstract_state(placement))))
+    for place in places:
+        needed = _COPIES_OF_STATE * sum(map(_held_bytes, jax.tree.leaves(trainer.job.abstract_state(place))))
         if needed > free:
             raise RunError(
-                f"{placement} needs about {format_bytes(needed)} on emulated devices and {format_bytes(free)} are "
+                f"{place} needs about {format_bytes(needed)} on emulated devices and {format_bytes(free)} are "
                 "free; take a smaller --model, or a strategy with fewer copies"
             )
 

@@ -1,11 +1,52 @@
-"""Where a job on documents runs: some devices, and the strategies of which each step takes the one that suits it."""
+"""What may be asked for by text, and where a job on documents runs: devices, and strategies to choose from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from dynajax.balance import pipelines_of
-from dynajax.meshes import Placement, Strategy
+from dynajax.meshes import Placement, Strategy, read_devices
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Strategies that are proposed for the data, on all devices or some.
+
+    Attributes:
+        devices: their numbers; None for all.
+        text: as it was written.
+    """
+
+    devices: tuple[int, ...] | None = None
+    text: str = AUTO
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Asked = Placement | Auto
+"""What a text asks for."""
+
+
+def read_asked(text: str | Strategy | Asked) -> Asked:
+    """Read ``auto``, ``auto@0-7``, or a placement.
+
+    Raises:
+        StrategyError: it is none of these.
+    """
+    if isinstance(text, Auto):
+        return text
+    word, at, numbers = str(text).strip().partition("@")
+    if word == AUTO:
+        return Auto(read_devices(numbers, str(text)) if at else None, str(text).strip())
+    return Placement.parse(text)
+
+
+def takes_documents(asked: Asked) -> bool:
+    """True if it can only run on documents: several pipelines side by side, or any."""
+    return isinstance(asked, Auto) or not asked.strategy.is_homogeneous
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dynajax.balance import Planner
 from dynajax.data import DocumentSteps
 from dynajax.engine import Stored
-from dynajax.errors import StrategyError
-from dynajax.meshes import Placement, Strategy, read_devices
+from dynajax.errors import BalanceError, StrategyError
+from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, MoeConfig
 from dynajax.runtime import Propagation
 from dynajax.runtime.flat import flat_layout, flat_sharding, flatten
 from dynajax.runtime.pipelines import PipelineRunner
-from dynajax.train.balancing import Balancing
-from dynajax.train.candidates import Candidates
+from dynajax.train.balancing import Balancing, even_pipelines
+from dynajax.train.candidates import Asked, Auto, Candidates, read_asked
 from dynajax.train.document_step import DocumentStep, FlatPrograms
 from dynajax.train.elementwise import require_elementwise
 from dynajax.train.fit import require_fit
 from dynajax.train.job import DEFAULT_OPTIONS, NO_MESH, Job, StepOptions
 from dynajax.train.state import TrainState, abstract, mirrors
-
-AUTO = "auto"
-"""The name of all strategies that are proposed for the data."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +66,7 @@ class DocumentJob(Job[Candidates]):
         require_elementwise(optimizer, job.shapes.params)
         return job
 
-    def place(self, strategy: str | Strategy | Placement | Candidates) -> Candidates:
+    def place(self, strategy: str | Strategy | Asked | Candidates) -> Candidates:
         """Read ``auto``, a strategy, or either with devices as in ``auto@0-7``.
 
         Raises:
@@ -78,17 +75,32 @@ class DocumentJob(Job[Candidates]):
         """
         if isinstance(strategy, Candidates):
             return strategy
-        text, at, numbers = str(strategy).partition("@")
-        if text == AUTO:
-            devices = read_devices(numbers, str(strategy)) if at else tuple(range(len(self.devices)))
-            found = Candidates(str(strategy), self.balancing.propose(self.model, self.data, len(devices)), devices)
+        asked = read_asked(strategy)
+        if isinstance(asked, Auto):
+            devices = asked.devices or tuple(range(len(self.devices)))
+            found = Candidates(asked.text, self.balancing.propose(self.model, self.data, len(devices)), devices)
         else:
-            found = Candidates.one(Placement.parse(strategy))
+            found = Candidates.one(asked)
         for index in range(len(found.strategies)):
             for pipeline in found.pipelines(index):
                 require_fit(self.model, pipeline, len(self.devices))
         self.planner(found)
         return found
+
+    def uniform(self, place: Candidates) -> Candidates:
+        """The smallest pipeline that holds the longest document, copied over the devices of ``place``: what balanced
+        strategies are compared with.
+
+        Raises:
+            BalanceError: none does.
+        """
+        pipelines = even_pipelines(self.model, len(place.devices))
+        costs = [c for c in self.balancing.costs(self.model, pipelines) if c.max_len >= self.data.longest]
+        if not costs:
+            raise BalanceError(f"no pipeline of {len(place.devices)} devices holds {self.data.longest} tokens")
+        pipeline = min(costs, key=lambda cost: (cost.devices, cost.pp)).pipeline
+        strategy = Strategy((pipeline,) * (len(place.devices) // pipeline.num_devices))
+        return Candidates.one(Placement(strategy, place.devices[: strategy.num_devices]))
 
     def planner(self, place: Candidates) -> Planner:
         """Plans iterations over the strategies of ``place``.

@@ -21,7 +21,7 @@ def require_fit(model: LlamaConfig, placement: Placement, num_devices: int) -> N
     """
     strategy = placement.strategy
     if not strategy.is_homogeneous:
-        raise StrategyError(f"{strategy}: several pipelines are not in this version; use one mesh")
+        raise StrategyError(f"{strategy}: several pipelines share documents, not rows: give the trainer DocumentSteps")
     if max(placement.devices) >= num_devices:
         raise StrategyError(
             f"{placement} uses device {max(placement.devices)}, but there are {num_devices}, numbered from 0; "

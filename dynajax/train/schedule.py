@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dynajax.errors import RunError
 from dynajax.meshes import Placement
 from dynajax.models import LlamaConfig
+from dynajax.train.candidates import Asked, read_asked
 from dynajax.train.fit import fits_evenly
 from dynajax.train.record import StepReport, SwitchReport
 from dynajax.train.trainer import Trainer
@@ -22,7 +23,7 @@ class Switch:
     """From ``step`` on, ``target`` runs; text form ``20:fsdp8``."""
 
     step: int
-    target: Placement
+    target: Asked
 
     @staticmethod
     def parse(text: str) -> Switch:
@@ -35,7 +36,7 @@ class Switch:
         match = _SWITCH.fullmatch(text)
         if match is None:
             raise RunError(f"switch {text!r} is not STEP:STRATEGY; write it like 20:fsdp8")
-        return Switch(int(match[1]), Placement.parse(match[2]))
+        return Switch(int(match[1]), read_asked(match[2]))
 
     def __str__(self) -> str:
         return f"{self.step}:{self.target}"
@@ -50,7 +51,7 @@ class Schedule:
         switches: ordered by step, no two at one step.
     """
 
-    first: Placement
+    first: Asked
     switches: tuple[Switch, ...] = ()
 
     def __post_init__(self) -> None:
@@ -60,7 +61,7 @@ class Schedule:
                 raise RunError(f"switches {before} and {after} are at one step; leave one of them out")
         object.__setattr__(self, "switches", ordered)
 
-    def moves(self) -> list[tuple[Placement, Placement]]:
+    def moves(self) -> list[tuple[Asked, Asked]]:
         """From where to where each switch goes."""
         places = [self.first, *(s.target for s in self.switches)]
         return list(itertools.pairwise(places))

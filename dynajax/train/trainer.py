@@ -18,6 +18,7 @@ from dynajax.meshes import Strategy
 from dynajax.models import LlamaConfig
 from dynajax.planner import Plan
 from dynajax.train.balancing import Balancing
+from dynajax.train.candidates import Asked
 from dynajax.train.documents import DocumentJob
 from dynajax.train.job import DEFAULT_OPTIONS, Job, Place, StepOptions
 from dynajax.train.prepare import Move, Preparation, Workshop, begin
@@ -61,7 +62,7 @@ class Trainer:
         self,
         model: LlamaConfig,
         optimizer: optax.GradientTransformation,
-        strategy: str | Strategy | Place,
+        strategy: str | Strategy | Asked | Place,
         data: Rows | DocumentSteps,
         *,
         devices: Sequence[jax.Device] | None = None,
@@ -112,7 +113,7 @@ class Trainer:
         seconds = time.perf_counter() - start
         return step_report(number, outcome, batch.num_targets, batch.samples, seconds)
 
-    def plan(self, source: str | Strategy | Place, target: str | Strategy | Place) -> Plan:
+    def plan(self, source: str | Strategy | Asked | Place, target: str | Strategy | Asked | Place) -> Plan:
         """The plan of a move, kept for when it comes.
 
         Raises:
@@ -121,14 +122,14 @@ class Trainer:
         """
         return self.workshop.plan(Move(self.job.place(source), self.job.place(target)))
 
-    def prepare(self, strategy: str | Strategy | Place) -> Preparation:
+    def prepare(self, strategy: str | Strategy | Asked | Place) -> Preparation:
         """Begin to compile the step of ``strategy`` and to plan the move to it, in the background.
 
         Errors come with ``wait`` of what is returned, or with ``switch``.
         """
         return begin(self.workshop, Move(self.placement, self.job.place(strategy)))
 
-    def switch(self, strategy: str | Strategy | Place) -> SwitchReport:
+    def switch(self, strategy: str | Strategy | Asked | Place) -> SwitchReport:
         """Go on under ``strategy`` from the next step; what was prepared costs nothing now.
 
         Raises:

@@ -3,6 +3,7 @@ import pytest
 from dynajax.errors import RunError, StrategyError
 from dynajax.meshes import Placement
 from dynajax.models import preset
+from dynajax.train.candidates import Auto, read_asked, takes_documents
 from dynajax.train.fit import require_fit
 from dynajax.train.schedule import Schedule, Switch, tour
 
@@ -17,6 +18,14 @@ def test_switches_are_read_and_put_in_order():
     read = schedule("dp8", "40:tp4@4-7", " 20 : fsdp8")
     assert [str(s) for s in read.switches] == ["20:fsdp8", "40:tp4@4-7"]
     assert [(str(a), str(b)) for a, b in read.moves()] == [("dp8", "fsdp8"), ("fsdp8", "tp4@4-7")]
+
+
+def test_auto_is_read_with_and_without_devices():
+    read = schedule("dp8", "20:auto", "30: auto@4-7")
+    assert [str(s) for s in read.switches] == ["20:auto", "30:auto@4-7"]
+    assert [s.target for s in read.switches] == [Auto(), Auto((4, 5, 6, 7), "auto@4-7")]
+    assert [takes_documents(asked) for asked in (read.first, read.switches[0].target)] == [False, True]
+    assert takes_documents(read_asked("tp4|tp4"))
 
 
 @pytest.mark.parametrize("text", ["", "20", "fsdp8", "20-fsdp8", "x:fsdp8", "-3:fsdp8", "20:"])
@@ -60,7 +69,9 @@ def test_a_tour_always_fits(devices: int, steps: int):
     for model in (SMALL, TINY):
         made = tour(model, devices, steps)
         made.require_within(0, steps)
+        assert isinstance(made.first, Placement)
         assert made.first.num_devices == devices
         for source, target in made.moves():
+            assert isinstance(target, Placement)
             require_fit(model, target, devices)
             assert source != target
