@@ -13,6 +13,7 @@ from dynajax.runtime.rules import activation_rules as activation_rules
 from dynajax.runtime.rules import expert_axes as expert_axes
 from dynajax.runtime.rules import expert_rules as expert_rules
 from dynajax.runtime.rules import parameter_storage as parameter_storage
+from dynajax.runtime.rules import refined as refined
 from dynajax.runtime.rules import replicated as replicated
 from dynajax.runtime.rules import storage_rules as storage_rules
 from dynajax.runtime.storage import Cut as Cut

@@ -11,13 +11,15 @@ them all and attends with those that its query heads need. This is replication o
 in the rule, and the gradients are those of one tensor, summed once.
 
 Experts may have a layout of their own, ``/epN.tpM``: N and M are then products of mesh axes other than
-pp, and the experts are cut over these axes whatever the axes mean to the rest of the model.
+pp, and the experts are cut over these axes whatever the axes mean to the rest of the model. Where they need
+a part of dp, ``refined`` makes an axis of it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
 from dynajax.errors import StrategyError
@@ -62,9 +64,43 @@ def expert_axes(strategy: Strategy) -> ExpertAxes:
             if sizes == [expert, mlp] and not set(inner) & set(outer):
                 return ExpertAxes(outer[::-1], inner[::-1])
     raise StrategyError(
-        f"{strategy}: ep{expert}.tp{mlp} after the slash cannot be made of whole axes of the part before it; "
+        f"{strategy}: ep{expert}.tp{mlp} after the slash cannot be made of the axes before it; "
         f"take products of different axes out of {', '.join(f'{a}{pipeline.size(a)}' for a in used) or 'dp1'}"
     )
+
+
+def refined(strategy: Strategy) -> Strategy:
+    """The same strategy with dp cut in two where its experts' layout needs a part of it.
+
+    ep carries rows like dp outside the experts, and comes next to it in the mesh: dp4.tp4/ep8 is dp2.ep2.tp4/ep8, whose
+    experts lie over all of ep and tp. The text stays as it was written.
+
+    Raises:
+        StrategyError: no cut of dp makes the experts' layout either.
+    """
+    try:
+        expert_axes(strategy)
+    except StrategyError:
+        for cut in _with_part_of_dp_as_ep(strategy):
+            try:
+                expert_axes(cut)
+            except StrategyError:
+                continue
+            return cut
+        raise
+    return strategy
+
+
+def _with_part_of_dp_as_ep(strategy: Strategy) -> Iterator[Strategy]:
+    (pipeline,) = strategy.pipelines if strategy.is_homogeneous else (None,)
+    if pipeline is None or pipeline.size("ep") > 1:
+        return
+    dp = pipeline.size("dp")
+    for ep in range(2, dp):
+        if dp % ep == 0:
+            changed = {"dp": dp // ep, "ep": ep}
+            sizes = tuple(changed.get(axis, size) for axis, size in zip(AXES, pipeline.sizes, strict=True))
+            yield Strategy((replace(pipeline, sizes=sizes),))
 
 
 def storage_rules(config: LlamaConfig, strategy: Strategy, chunks: int = 1) -> StorageRules:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dynajax.data import Batch, pad_rows
 from dynajax.meshes import ACTIVATION_RULES, Placement, Strategy, spec
 from dynajax.models import LlamaConfig, Params, mean_loss, router_loss
-from dynajax.runtime import Propagation, TokenOrder, loss_and_metrics
+from dynajax.runtime import Propagation, TokenOrder, loss_and_metrics, refined
 from dynajax.train.fit import batch_shards, require_fit
 from dynajax.train.job import DEFAULT_OPTIONS, NO_MESH, Job, StepOptions
 from dynajax.train.state import TrainState, abstract, state_storage, to_storage
@@ -63,6 +63,8 @@ class RowJob(Job[Placement]):
             StrategyError: it cannot be read, or fits neither the model nor the devices.
         """
         placement = Placement.parse(strategy)
+        if placement.strategy.is_homogeneous:
+            placement = Placement(refined(placement.strategy), placement.devices)
         require_fit(self.model, placement, len(self.devices))
         return placement
 

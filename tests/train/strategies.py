@@ -26,8 +26,8 @@ DENSE_STRATEGIES = [
 ]
 MOE_STRATEGIES = [
     *("ep2", "ep4", "dp2.ep4", "tp2.ep4", "pp2.ep2.dp2"),  # 5 experts over 2 and 4
-    *("fsdp3.ep2", "cp2.ep2.tp2", "dp2.tp2/ep2.tp2", "tp3", "pp3.dp2"),
-    *("dp2.ep2.tp4", "dp7"),
+    *("fsdp3.ep2", "cp2.ep2.tp2", "dp4.tp2/ep2.tp2", "tp3", "pp3.dp2"),
+    *("dp4.tp4/ep8", "dp7"),
 ]
 
 

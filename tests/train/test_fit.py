@@ -42,7 +42,7 @@ def test_what_does_not_divide_fits_and_is_told(model, text, said):
         (SMALL, "pp8", "pp = 8 leaves pipeline stages without one of the 4 layers; take pp = 4 or less"),
         (SMALL, "tp4|tp4", "several pipelines share documents, not rows"),
         (SMALL, "dp2.tp4/ep8", "the model is dense; drop the slash"),
-        (MOE, "dp4/ep2", "cannot be made of whole axes"),
+        (MOE, "tp4.dp2/ep2.tp2", "cannot be made of the axes before it"),
     ],
 )
 def test_misfit_says_what_to_change(model, text, said):

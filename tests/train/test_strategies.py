@@ -13,7 +13,6 @@ from train.small_runs import bits, closed_walk, data, largest_difference, placed
 from train.strategies import DENSE, DENSE_STRATEGIES, MOE, MOE_STRATEGIES, optimizer, train_on_one_device
 
 from dynajax.engine import reshard
-from dynajax.meshes import Placement
 from dynajax.models import LlamaConfig
 from dynajax.train import Trainer
 
@@ -40,7 +39,7 @@ def numbers(tree: Any) -> Any:
 @pytest.mark.parametrize(("model", "strategy"), ALL)
 def test_one_step_is_that_of_one_device(model: LlamaConfig, strategy: str):
     """From equal weights on the same global batch: the loss, and every updated parameter of its tensor's scale."""
-    job, placement = running(model).job, Placement.parse(strategy)
+    job, placement = running(model).job, running(model).job.place(strategy)
     start = numbers(running(model).state.params)
     losses, after = reference(model)
     state = placed(job, jax.tree.map(jnp.copy, running(model).state), placement)
@@ -61,9 +60,11 @@ def _at(tree: Any, path: Any) -> Any:
     return tree
 
 
-@pytest.mark.parametrize(("model", "texts"), [(DENSE, DENSE_STRATEGIES), (MOE, MOE_STRATEGIES)])
+@pytest.mark.parametrize(
+    ("model", "texts"), [(DENSE, DENSE_STRATEGIES), (MOE, [*dict.fromkeys(DENSE_STRATEGIES + MOE_STRATEGIES)])]
+)
 def test_every_ordered_pair_moves_the_state_bit_for_bit(model: LlamaConfig, texts: list[str]):
-    job, layout, places = running(model).job, running(model).workshop.layout, [Placement.parse(text) for text in texts]
+    job, layout, places = running(model).job, running(model).workshop.layout, list(map(running(model).job.place, texts))
     values = random_values(job)
     wanted = [bits(placed(job, values, place)) for place in places]
     state, seen = placed(job, values, places[0]), set()
