@@ -80,6 +80,7 @@ class RunFolder:
         """Write a checkpoint of the present state."""
         if self._path is not None:
             self._checkpoints.save(trainer.state, trainer.job, trainer.placement, self._setup.data)
+            trainer.snapshot = str(self._path / CHECKPOINTS)
 
     def compared(self, lines: Iterable[dict[str, Any]]) -> None:
         """Write the losses of the run and its twin, a step a line."""

@@ -47,6 +47,7 @@ class Trainer:
     Attributes:
         job: what is trained.
         placement: where the state lies.
+        snapshot: where the state was last saved, for the message of a move that fails; set by whoever saves.
         trace: what happened when in the last step, where pipelines ran side by side.
 
     Example:
@@ -75,6 +76,7 @@ class Trainer:
         self.job = _job(model, optimizer, data, devices or jax.devices(), options, balancing)
         self.placement = self.job.place(strategy)
         self.data, self.seed, self.deadline_s = data, seed, deadline_s
+        self.snapshot: str | None = None
         self.trace: tuple[Event, ...] = ()
         self.workshop = Workshop(self.job, parse_bytes(budget))
 
@@ -143,9 +145,11 @@ class Trainer:
         plan_s = time.perf_counter() - start
         compiled, compile_s = self._step_of(move.target)
         try:
-            state, report = reshard(self.state, compiled.layout, donate=True, plan=plan, stored=source)
+            state, report = reshard(
+                self.state, compiled.layout, donate=True, plan=plan, stored=source, snapshot=self.snapshot
+            )
         except (RuntimeError, MemoryError, OSError) as error:
-            raise SwitchError(f"the move from {move} failed: {error}; {_left_of(self.state)}") from error
+            raise SwitchError(f"the move from {move} failed: {error}; {_left_of(self.state, self.snapshot)}") from error
         self.state, self.placement = state, move.target
         return SwitchReport(
             step=self.next_step,
@@ -195,8 +199,8 @@ def step_report(number: int, outcome: Outcome, tokens: int, samples: int, second
     return StepReport(number, outcome.loss, tokens, samples, outcome.strategy, seconds, shares, idle)
 
 
-def _left_of(state: TrainState) -> str:
+def _left_of(state: TrainState, snapshot: str | None) -> str:
     gone = [jax.tree_util.keystr(p) for p, leaf in jax.tree_util.tree_leaves_with_path(state) if leaf.is_deleted()]
     if not gone:
         return "the old state is whole and still in use"
-    return f"{len(gone)} leaves of the old state are gone ({', '.join(gone[:3])}, ...): resume from a checkpoint"
+    return f"{len(gone)} leaves of the old state are gone ({', '.join(gone[:3])}, ...): resume from {snapshot or 'a checkpoint'}"
