@@ -30,7 +30,6 @@ LAYERS = (
     ("planner", "balance"),
     ("engine",),
     ("runtime",),
-    ("testing",),
     ("train",),
     ("cli",),
     ("__main__",),

@@ -203,4 +203,5 @@ def _left_of(state: TrainState, snapshot: str | None) -> str:
     gone = [jax.tree_util.keystr(p) for p, leaf in jax.tree_util.tree_leaves_with_path(state) if leaf.is_deleted()]
     if not gone:
         return "the old state is whole and still in use"
-    return f"{len(gone)} leaves of the old state are gone ({', '.join(gone[:3])}, ...): resume from {snapshot or 'a checkpoint'}"
+    some = ", ".join(gone[:3])
+    return f"{len(gone)} leaves of the old state are gone ({some}, ...): resume from {snapshot or 'a checkpoint'}"

@@ -1,1 +1,0 @@
-"""Independent references for tests: of dynajax, and of code that uses it."""
