@@ -162,7 +162,10 @@ def plan_stages(buffers: Buffers, budget: int, donate: bool, names: Sequence[str
 
 
 def _orders(buffers: Buffers) -> Iterator[Ints]:
-    """Orders worth trying, the cheap one first: by bytes freed on the whole, then step by step on the worst device."""
+    """Orders worth trying, the cheap one first: by bytes freed on the whole, then step by step on the worst device.
+
+    Steps are taken from the start, and from the end backwards: a way back holds as much as the way there.
+    """
     alone = np.arange(buffers.count)
     allocated, freed = buffers.allocated(alone), buffers.freed(alone)
     groups = buffers.groups
@@ -171,7 +174,12 @@ def _orders(buffers: Buffers) -> Iterator[Ints]:
     base = buffers.source.nbytes.sum(axis=0) - buffers.target.nbytes.sum(axis=0)
     net = allocated - freed
     cheap = np.lexsort((np.arange(len(net)), allocated.max(axis=1), net.sum(axis=1)))
-    for order in (lambda: cheap, lambda: _greedy(allocated, freed, np.minimum(base, 0))):
+    orders = (
+        lambda: cheap,
+        lambda: _greedy(allocated, freed, np.minimum(base, 0)),
+        lambda: _greedy(freed, allocated, np.minimum(-base, 0))[::-1],
+    )
+    for order in orders:
         if groups is None:
             yield order()
             continue

@@ -10,6 +10,7 @@ the ledger allows: with n of them a device needs about an n-th of what it sends 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,8 @@ from dynajax.vps import algebra
 from dynajax.vps.region import Ints
 from dynajax.vps.tiling import sums
 
-_TRIES = 8
+_TRIES = 16
+"""Each adds more stages than the one before: what a device needs above its base does not fall steadily with them."""
 _FINENESS = 8
 """A slice is cut again until it is below this share of what a device takes in a stage; twice as fine after each try."""
 _MOST = 400_000
@@ -73,8 +75,10 @@ def _fit(
 ) -> tuple[tuple[Route, ...], Footprint] | None:
     """The fewest stages, found by a few tries, that stay within the budget; None if none does."""
     load, pieces = _largest_load(Rows.of(routes), len(source)), sum(len(r.lo) for r, _ in routes)
+    element = math.gcd(*(itemsize for _, itemsize in routes)) or 1
+    budget -= budget % element
     stages, fineness = max(-(-load // max(budget, 1)), 1), _FINENESS
-    for _ in range(_TRIES):
+    for tries in range(_TRIES):
         grain = max(load // (stages * fineness), 1)
         if _slices(routes, stages, grain) - pieces + (stages - 1) * len(source) > _MOST:
             return None
@@ -84,9 +88,10 @@ def _fit(
         extra = footprint.extra(donate)
         if extra <= budget:
             return staged, footprint
-        if grain == 1 and stages > load:
+        if grain == 1 and stages > 2 * load:
             return None
-        stages, fineness = max(stages + 1, min(-(-stages * extra // max(budget, 1)), 2 * stages)), 2 * fineness
+        more = stages + 1 + stages * tries // _TRIES
+        stages, fineness = max(more, min(-(-stages * extra // max(budget, 1)), 2 * stages)), 2 * fineness
     return None
 
 

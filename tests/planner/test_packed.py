@@ -168,6 +168,25 @@ def test_packed_stages_are_exact_and_peak_where_the_plan_says(pair, topology, bu
     assert_exact(plan, devices)
 
 
+@pytest.mark.parametrize(("rows", "columns", "after", "itemsize"), [(30, 11, 2, 4), (30, 11, 2, 2), (7, 11, 3, 4)])
+def test_what_fits_a_budget_fits_a_larger_one(rows, columns, after, itemsize):
+    space = Space((Tensor("w", (rows, columns), "any", itemsize),))
+    source, target = (
+        Layout(space, (mesh_tiling((rows, columns), {"x": n}, spec, np.arange(n)),))
+        for n, spec in ((3, P("x")), (after, P(None, "x")))
+    )
+
+    def fits(budget):
+        try:
+            return build_plan(source, target, budget, memory=Memory.PACKED).peak_extra_bytes <= budget
+        except BudgetError:
+            return False
+
+    answers = [fits(budget) for budget in range(48)]
+    assert answers == sorted(answers)
+    assert any(answers)
+
+
 def test_a_leaf_larger_than_the_budget_is_cut():
     space = Space((Tensor("w", (64, 64), "float32", 4),))
     rows, columns = (Layout(space, (mesh_tiling((64, 64), {"x": 4}, s, np.arange(4)),)) for s in (P("x"), P(None, "x")))
