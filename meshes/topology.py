@@ -96,6 +96,18 @@ class Topology:
         """Equal for topologies that say the same."""
         return repr(self.tiers).encode() + self.domains.tobytes()
 
+    def require_devices(self, count: int) -> None:
+        """Refuse to speak of devices that the topology does not know.
+
+        Raises:
+            TopologyError: there are fewer than ``count``.
+        """
+        if self.num_devices < count:
+            raise TopologyError(
+                f"the layouts use device {count - 1} and topology {self.name!r} has {self.num_devices} devices, "
+                "numbered from 0; use a larger topology"
+            )
+
     def between(self, a: Ints, b: Ints) -> Ints:
         """The nearest tier that joins devices ``a[k]`` and ``b[k]``.
 

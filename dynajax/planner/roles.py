@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from dynajax.errors import LayoutError
 from dynajax.meshes import Strategy, Topology
 from dynajax.planner.diff import Demand, diff
 from dynajax.planner.exchange import HOME, Common, exchange, positions
@@ -44,10 +45,16 @@ def assign_roles(
 
     Returns:
         The device of each role, shape (target.num_devices,); a number that is no role stands for itself or −1.
+
+    Raises:
+        LayoutError: the pool has no room for the roles.
+        TopologyError: the topology lacks a device.
     """
-    devices = max(source.num_devices, target.num_devices, 1)
     roles, held = devices_of(target), devices_of(source)
     pool = np.union1d(held, roles) if pool is None else np.unique(pool)
+    devices = max(source.num_devices, target.num_devices, int(pool.max(initial=-1)) + 1)
+    if topology is not None:
+        topology.require_devices(devices)
     node = np.zeros(devices, np.int64) if topology is None else topology.node
     common = _common(source, target, devices, len(np.union1d(held, pool)))
     groups = [roles[node[roles] == n] for n in np.unique(node[roles])]
@@ -140,6 +147,12 @@ def _places(common: Common, groups: Sequence[Ints], nodes: Sequence[Ints]) -> li
     are assigned by these bounds; the pairs that come out are solved exactly and take their true value, until an
     assignment of true values is no worse than any by bounds: it is the optimum.
     """
+    sizes, rooms = (sorted((len(m) for m in members), reverse=True) for members in (groups, nodes))
+    if len(sizes) > len(rooms) or any(size > room for size, room in zip(sizes, rooms, strict=False)):
+        raise LayoutError(
+            f"{len(sizes)} groups of up to {max(sizes)} roles that share a node do not fit on the pool's {len(rooms)} "
+            f"nodes of up to {max(rooms, default=0)} devices; give a larger pool, or a smaller target"
+        )
     blocks = _Blocks(common, groups, nodes)
     worth = blocks.bounds.copy()
     exact = np.zeros(worth.shape, bool)

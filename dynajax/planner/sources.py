@@ -71,11 +71,7 @@ def _domains(topology: Topology | None, devices: int) -> Ints:
     """Domains beyond the device itself, the node first, shape (tiers, devices)."""
     if topology is None:
         return np.zeros((1, devices), np.int64)
-    if topology.num_devices < devices:
-        raise TopologyError(
-            f"the layouts use device {devices - 1} and topology {topology.name!r} has {topology.num_devices} devices, "
-            "numbered from 0; use a larger topology"
-        )
+    topology.require_devices(devices)
     return topology.domains[min(1, len(topology.domains) - 1) :, :devices]
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from random_layouts import layout_pairs
 
+from dynajax.errors import LayoutError, TopologyError
 from dynajax.meshes import Strategy, Tier, Topology
 from dynajax.planner import assign_roles, build_plan, close_roles, renumbered, verify
 from dynajax.planner.roles import devices_of
@@ -150,6 +151,20 @@ def test_those_that_stay_are_those_that_hold_what_stays():
     devices = assign_roles(source, target, topology)
     assert moved(source, target, devices) == space.nbytes // 2
     assert moved(source, target, np.arange(4)) == space.nbytes * 3 // 4
+
+
+def test_a_pool_may_be_larger_than_the_layouts_and_one_without_room_is_refused():
+    space = Space((Tensor("w", (8, 4), "float32", 4),))
+    on = [Layout(space, (mesh_tiling((8, 4), {"x": 4}, P("x"), np.array(d)),)) for d in ([0, 1, 2, 3], [3, 2, 1, 0])]
+    assert assign_roles(*on, pool=np.arange(8)).tolist() == [3, 2, 1, 0]
+    pairs = Topology.regular("pairs", TIERS, 4)
+    with pytest.raises(TopologyError, match="use device 7 and topology 'pairs' has 4 devices"):
+        assign_roles(*on, pairs, np.arange(8))
+    with pytest.raises(LayoutError, match=r"1 groups of up to 4 roles .* pool's 1 nodes of up to 3 devices"):
+        assign_roles(*on, pool=np.arange(3))
+    for pool in ([0, 1], [0, 1, 2]):
+        with pytest.raises(LayoutError, match="2 groups of up to 2 roles"):
+            assign_roles(*on, pairs, np.array(pool))
 
 
 @pytest.mark.parametrize("devices", [1024])
