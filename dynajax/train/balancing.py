@@ -26,7 +26,7 @@ class Balancing:
     """How each step shares its documents out.
 
     Attributes:
-        device_tokens: most tokens of a row that a device holds; a pipeline holds as many times more as it has devices.
+        device_tokens: most tokens of a row that a device holds; a pipeline holds pp·cp·tp times as many.
         buckets: row lengths of each pipeline; a program is compiled for each.
         max_segments: most documents of a row.
         align: row lengths are multiples of this.
@@ -93,13 +93,15 @@ def guessed_cost(model: LlamaConfig, pipeline: Pipeline, device_tokens: int) -> 
     6 operations a parameter and token, forward and backward, and 6 a token pair for each element of the query heads
     under a causal mask, spread over the devices at an efficiency that falls with tp and cp.
     """
-    if any(pipeline.size(axis) > 1 for axis in AXES if axis not in _AXES):
-        raise StrategyError(f"{pipeline}: pipelines side by side have the axes {', '.join(_AXES)}; take copies for dp")
+    if pipeline.size("fsdp") > 1:
+        raise StrategyError(
+            f"{pipeline}: pipelines side by side keep parameters and moments cut over all devices as it is; drop fsdp"
+        )
     inner = model.heads + 2 * model.kv_heads + model.heads
     block = model.hidden * inner * model.head_dim + (3 if model.gated else 2) * model.hidden * model.ffn
     tokens = 6 * (model.layers * block + model.vocab * model.hidden)
     pairs = 6 * model.layers * model.heads * model.head_dim
     spread = math.log2(pipeline.size("tp") * pipeline.size("cp"))
     rate = _FLOPS_PER_MS * pipeline.num_devices * _EFFICIENCY**spread
-    room = device_tokens * pipeline.num_devices
+    room = device_tokens * math.prod(pipeline.size(axis) for axis in _AXES)
     return PipelineCost(pipeline, pairs / rate, tokens / rate, _MICROBATCH_MS, room)

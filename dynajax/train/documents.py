@@ -58,10 +58,10 @@ class DocumentJob(Job[Candidates]):
     ) -> DocumentJob:
         """The job that trains ``model`` on ``data``."""
         job = DocumentJob(model, optimizer, tuple(devices), options, data, balancing)
-        if isinstance(model, MoeConfig) and model.balance_weight:
+        if isinstance(model, MoeConfig) and (model.balance_weight or model.z_weight):
             raise StrategyError(
-                f"the load-balance loss (weight {model.balance_weight:g}) is of the experts' load over all documents, "
-                "which no pipeline knows alone; take balance_weight=0, or one strategy for all"
+                f"the losses of the routers (weights {model.balance_weight:g} and {model.z_weight:g}) are means over "
+                "all documents, which no pipeline knows alone; take balance_weight=0 and z_weight=0, or train on rows"
             )
         require_elementwise(optimizer, job.shapes.params)
         return job

@@ -24,7 +24,7 @@ BAD = {
     "--strategy auto@0-9": "uses device 9, but there are 8",
     "--strategy auto --tokens 64": "a sequence may have 512 tokens.* and a step 64",
     "--strategy auto --profile nowhere": "profile 'nowhere' is neither a file nor one of",
-    "--strategy auto --model moe-tiny": "load-balance loss .* take balance_weight=0",
+    "--strategy auto --model moe-tiny": "losses of the routers .* take balance_weight=0",
     "--strategy dp2.tp4@7-0 --switch 2:tp4@4-11": "tp4 needs 4 devices and is put on 8",
     "--switch 2:dp4.tp4": "uses device 15, but there are 8.*take one of dp2.tp4, dp4.tp2",
     "--switch 2:pp4.tp2": "pp = 4 leaves pipeline stages",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -28,10 +27,11 @@ from dynajax.train.elementwise import require_elementwise
 MODEL = LlamaConfig(layers=3, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=4, vocab=256, tied=True)
 LONGEST = 40
 EIGHT = [
-    *("tp4|tp2|tp2", "tp4|pp2.tp2", "pp2.tp2|tp4", "cp4|tp2|dp1|dp1", "pp3|tp3|tp2", "cp2.tp2|tp4", "4*tp2", "8*dp1"),
-    *("pp2.cp2|tp3|dp1", "tp5|cp3", "dp2.tp4", "tp8"),
+    *("tp4|tp2|tp2", "tp4|pp2.tp2", "pp2.tp2|tp4", "cp4|tp2|dp1|dp1", "pp3|tp3|tp2", "cp2.tp2|tp4"),
+    *("pp2.cp2|tp3|dp1", "tp5|cp3", "tp4|tp2|dp1|dp1", "pp2|tp2|cp2|2*dp1", "cp2.tp2|pp2|tp2", "tp6|pp2"),
+    *("4*tp2", "8*dp1", "dp2.tp4", "tp8"),
 ]
-"""Strategies of eight devices: unlike and like pipelines, stages and heads that do not divide, one for all."""
+"""Strategies of eight devices: twelve of unlike pipelines, some with sizes that do not divide, and four of like ones."""
 
 
 def documents(seed: int = 0) -> DocumentSteps:
@@ -264,12 +264,23 @@ def test_an_optimizer_that_treats_elements_alike_may_be_flat(made: optax.Gradien
 
 def test_what_cannot_be_trained_by_pipelines_side_by_side_is_refused():
     moe = MoeConfig(layers=2, hidden=8, ffn=8, heads=2, kv_heads=2, head_dim=4, vocab=256, experts=4, top_k=2)
-    with pytest.raises(StrategyError, match=r"load-balance loss .* take balance_weight=0"):
+    with pytest.raises(StrategyError, match=r"losses of the routers .* take balance_weight=0 and z_weight=0"):
         Trainer(moe, optimizer(), "2*dp1", documents())
     with pytest.raises(BalanceError, match="has 40 tokens and the roomiest candidate holds"):
         Trainer(MODEL, optimizer(), "2*dp1", documents(), balancing=Balancing(16))
     with pytest.raises(StrategyError, match="uses device 16, but there are 16"):
         trainer("tp8|tp8|dp1")
-    with pytest.raises(StrategyError, match="side by side have the axes pp, cp, tp"):
+    with pytest.raises(StrategyError, match=r"keep parameters and moments cut over all devices .* drop fsdp"):
         trainer("fsdp2|tp2")
-    assert replace(moe, balance_weight=0.0).balance_weight == 0
+
+
+def test_experts_over_their_own_axis_lose_what_they_lose_together():
+    moe = MoeConfig(
+        layers=2, hidden=8, ffn=8, heads=2, kv_heads=2, head_dim=4, vocab=256, experts=3, top_k=2, balance_weight=0.0
+    )
+    losses = {}
+    for strategy in ("ep2|pp2|tp2", "dp1"):
+        balancing = Balancing(LONGEST, buckets=1, max_segments=8, align=8)
+        running = Trainer(moe, optimizer(), strategy, documents(), devices=jax.devices()[:8], balancing=balancing)
+        losses[strategy] = [running.step().loss for _ in range(3)]
+    assert largest_difference(losses["ep2|pp2|tp2"], losses["dp1"]) < 1e-5
