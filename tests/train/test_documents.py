@@ -31,7 +31,7 @@ EIGHT = [
     *("pp2.cp2|tp3|dp1", "tp5|cp3", "tp4|tp2|dp1|dp1", "pp2|tp2|cp2|2*dp1", "cp2.tp2|pp2|tp2", "tp6|pp2"),
     *("4*tp2", "8*dp1", "dp2.tp4", "tp8"),
 ]
-"""Strategies of eight devices: twelve of unlike pipelines, some with sizes that do not divide, and four of like ones."""
+"""Strategies of eight devices: twelve of unlike pipelines, some with sizes that do not divide, four of like ones."""
 
 
 def documents(seed: int = 0) -> DocumentSteps:
