@@ -9,7 +9,7 @@ than it is, and a stored dim may have an order of its own. Three rules say how:
 - No dim is replicated because it does not divide. Where a dim is replicated on purpose, its cut says why.
 
 Padding holds zeros and gets zero gradients, so that moments stay zeros and norms over all elements
-count nothing twice. (An optimizer that takes means over dims, such as Adafactor, sees the padded size.)
+count nothing twice. (An optimizer that takes means over dims, such as Adafactor, would count it: a job refuses that.)
 
 The maps are pure values. ``pieces`` say which runs of a stored dim are which runs of the logical dim, from
 which a layout follows that moves logical elements alone.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
@@ -12,9 +12,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.data import Batch, pad_rows
+from dynajax.errors import StrategyError
 from dynajax.meshes import ACTIVATION_RULES, Placement, Strategy, spec
 from dynajax.models import LlamaConfig, Params, mean_loss, router_loss
 from dynajax.runtime import Propagation, TokenOrder, loss_and_metrics, refined
+from dynajax.train.elementwise import sees_padding
 from dynajax.train.fit import batch_shards, require_fit
 from dynajax.train.job import DEFAULT_OPTIONS, NO_MESH, Job, StepOptions
 from dynajax.train.state import TrainState, abstract, state_storage, to_storage
@@ -80,10 +82,23 @@ class RowJob(Job[Placement]):
         """How the state is stored under ``strategy``: a ``Storage`` in the place of each leaf.
 
         Raises:
-            StrategyError: the optimizer takes means over a dim that is padded.
+            StrategyError: a dim is padded, and the optimizer takes means over dims.
         """
+        params, padded = self.propagation(strategy).storage, self.propagation(strategy).padded
         with jax.set_mesh(NO_MESH):
-            return state_storage(self.shapes, self.propagation(strategy).storage)
+            storage = state_storage(self.shapes, params)
+        if padded and self.sees_padding:
+            raise StrategyError(
+                f"{strategy} pads {', '.join(sorted(padded))} with zeros, which change what the optimizer does (it "
+                "takes means over dims, or draws noise); take sizes that divide them, or an optimizer that treats each "
+                "element alike (Adam, momentum, decay and norms do)"
+            )
+        return storage
+
+    @cached_property
+    def sees_padding(self) -> bool:
+        """True if the optimizer does otherwise with padded tensors; found by trying it, once."""
+        return sees_padding(self.optimizer, self.shapes.params)
 
     def layout(self, place: Placement) -> TrainState:
         """How the state lies under a placement: an ``engine.Stored`` for each leaf."""
