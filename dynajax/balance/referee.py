@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import coo_array
 
 from dynajax.balance.cost import Floats, Ints, PipelineCost
@@ -52,31 +52,6 @@ def milp_packing(times: Floats, tokens: Ints, count: int, room: int, seconds: fl
     """``count`` packs of at most ``room`` tokens whose heaviest is as light as possible."""
     alike = np.tile(times, (count, 1))
     return _min_max(alike, np.zeros(count), np.full(count, float(room)), tokens, seconds)
-
-
-def lp_dispatch_ms(tokens: Ints, costs: Sequence[PipelineCost]) -> float:
-    """A lower bound of any dispatch: sequences may be cut over pipelines, pipelines have no bubbles.
-
-    Pipelines of one kind are one machine here, which changes nothing and keeps the programme small.
-    A whole sequence must still pass all stages of some pipeline.
-    """
-    kinds = list(dict.fromkeys(costs))
-    copies = np.array([costs.count(cost) for cost in kinds], np.float64)
-    times = np.stack([cost.times(tokens) for cost in kinds])
-    kind, item = np.nonzero(np.isfinite(times))
-    parts = np.arange(kind.size)
-    capacity = coo_array(
-        (
-            np.append(times[kind, item], -copies),
-            (np.append(kind, np.arange(len(kinds))), np.append(parts, np.full(len(kinds), kind.size))),
-        ),
-        (len(kinds), kind.size + 1),
-    )
-    whole = coo_array((np.ones(kind.size), (item, parts)), (tokens.size, kind.size + 1))
-    goal = np.append(np.zeros(kind.size), 1.0)
-    solved = linprog(goal, capacity, np.zeros(len(kinds)), whole, np.ones(tokens.size), method="highs")
-    passing = (times * np.array([[cost.pp] for cost in kinds])).min(axis=0)
-    return max(float(solved.fun), float(passing.max(initial=0.0)))
 
 
 def exact_dispatch(tokens: Ints, costs: Sequence[PipelineCost], may_idle: bool = False) -> Verdict:

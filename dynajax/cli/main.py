@@ -14,7 +14,7 @@ from typing import Any
 
 import tyro
 
-from dynajax.cli import balance, plan, train
+from dynajax.cli import balance, plan, profile, train
 from dynajax.errors import DynajaxError
 
 _MARKERS = (tyro.conf.FlagCreatePairsOff,)
@@ -42,6 +42,7 @@ COMMANDS = (
     Command("train", train.TrainOptions, train.run, train.defaults),
     Command("plan", plan.PlanOptions, plan.run),
     Command("balance", balance.BalanceOptions, balance.run),
+    Command("profile", profile.ProfileOptions, profile.run),
 )
 
 
