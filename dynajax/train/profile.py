@@ -129,8 +129,8 @@ def measure(
     room = (free_bytes(devices) if memory is None else memory) - optimizer
     if room <= 0:
         raise BalanceError(
-            f"the optimizer's state alone takes {format_bytes(optimizer)} of {format_bytes(optimizer + room)} a device: "
-            "take a smaller model, more devices or more memory"
+            f"the optimizer's state alone takes {format_bytes(optimizer)} a device, and there are "
+            f"{format_bytes(optimizer + room)}: take a smaller model, more devices or more memory"
         )
     benches: list[_Bench] = []
     left_out: list[tuple[Pipeline, int]] = []
