@@ -174,6 +174,8 @@ def _histogram(name: str, held: dict[str, list[int]]) -> Lengths:
 
 def _observed(name: str, lengths: list[int]) -> Lengths:
     """The histogram of observed lengths: a bin of width 1 for each length that occurs."""
+    if not lengths or min(lengths) < 1:
+        raise BalanceError(f"lengths {name}: expected one length or more, each of 1 token or more")
     values, counts = np.unique(np.asarray(lengths, np.int64), return_counts=True)
     edges = np.unique(np.concatenate([values, values + 1]))
     of = dict(zip(values.tolist(), counts.tolist(), strict=True))

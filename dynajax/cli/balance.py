@@ -23,6 +23,7 @@ from dynajax.balance.lengths import Batches, read_lengths
 from dynajax.balance.profiles import load_profile, published_candidates
 from dynajax.balance.propose import enough_samples, propose
 from dynajax.balance.shapes import Shapes
+from dynajax.cli.files import require_writable
 from dynajax.data.packing import Overlong
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
@@ -63,6 +64,8 @@ class BalanceOptions:
     """Row lengths that are compiled for a pipeline, at most; 0 for rows as long as their sequences."""
     max_segments: int = 256
     """Most sequences of a row, if there are buckets."""
+    microbatches: int | None = None
+    """Micro-batches of every pipeline. Default: those with the earliest end."""
     seed: int = 0
     """Of the draw of the lengths."""
     html: str | None = None
@@ -79,6 +82,7 @@ class _Planned:
     plan_ms: float
     sequences: int
     longest: int
+    cut_documents: int
     dropped_tokens: int
     baselines: Baselines
 
@@ -99,6 +103,7 @@ class _Summary:
     speedup: float
     idle_share: float
     plan_ms: float
+    cut_documents: int
     dropped_tokens: int
 
 
@@ -110,6 +115,7 @@ def run(options: BalanceOptions) -> int:
     """
     if min(options.devices, options.tokens, options.iterations, options.longest) < 1 or options.buckets < 0:
         raise BalanceError("--devices, --tokens, --iterations and --longest must be 1 or more, --buckets 0 or more")
+    require_writable("--html", options.html)
     batches = Batches(
         read_lengths(options.lengths), options.tokens, options.longest, Overlong(options.overlong), options.seed
     )
@@ -128,7 +134,7 @@ def run(options: BalanceOptions) -> int:
 
 def _planner(options: BalanceOptions, shared: Setting, batches: Batches) -> Planner:
     shapes = Shapes(options.buckets, options.max_segments) if options.buckets else None
-    how = PlanOptions(FillOptions(shapes))
+    how = PlanOptions(FillOptions(shapes, microbatches=options.microbatches))
     return Planner(_candidates(options, shared, batches, how), shared.costs, how)
 
 
@@ -155,7 +161,8 @@ def _plan(planner: Planner, shared: Setting, batches: Batches, iteration: int) -
     plan = planner.plan(drawn.tokens)
     took = (time.perf_counter() - start) * 1e3
     longest = int(drawn.tokens.max())
-    return _Planned(plan, took, drawn.tokens.size, longest, drawn.dropped_tokens, baselines(drawn.tokens, shared))
+    over = drawn.cut_documents, drawn.dropped_tokens
+    return _Planned(plan, took, drawn.tokens.size, longest, *over, baselines(drawn.tokens, shared))
 
 
 def _summary(options: BalanceOptions, planner: Planner, planned: Sequence[_Planned]) -> _Summary:
@@ -174,6 +181,7 @@ def _summary(options: BalanceOptions, planner: Planner, planned: Sequence[_Plann
         speedup=ms["fixed"] / ms["best"],
         idle_share=float(np.mean([p.plan.idle_share for p in planned])),
         plan_ms=float(np.median([p.plan_ms for p in planned])),
+        cut_documents=sum(p.cut_documents for p in planned),
         dropped_tokens=sum(p.dropped_tokens for p in planned),
     )
 
@@ -217,5 +225,8 @@ def _show(console: Console, shared: Setting, planned: Sequence[_Planned], summar
     )
     idle, plan_ms = f"{summary.idle_share:.1%}", f"{summary.plan_ms:.1f}"
     console.print(f"idle {idle} of device time; a plan over all candidates takes {plan_ms} ms (median)")
-    if summary.dropped_tokens:
-        console.print(f"{summary.dropped_tokens} tokens were over the limit of {shared.longest} a sequence and dropped")
+    if summary.cut_documents:
+        console.print(
+            f"{summary.cut_documents} documents were over the limit of {shared.longest} tokens and cut; "
+            f"{summary.dropped_tokens} tokens were dropped"
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from dynajax.balance import pipelines_of, save_profile
 from dynajax.bytesize import parse_bytes
 from dynajax.cli.devices import described, use_devices
 from dynajax.cli.display import Display
+from dynajax.cli.files import require_writable
 from dynajax.errors import RunError
 from dynajax.meshes import Pipeline, Strategy
 from dynajax.models import LlamaConfig, preset
@@ -62,8 +62,7 @@ def run(options: ProfileOptions) -> int:
     model, lengths = preset(options.model), _lengths(options.lengths)
     pipelines = _pipelines(options, model)
     memory = None if options.memory is None else parse_bytes(options.memory)
-    if options.out and not Path(options.out).absolute().parent.is_dir():
-        raise RunError(f"--out {options.out}: there is no folder {Path(options.out).parent}; make it first")
+    require_writable("--out", options.out)
     devices, display = use_devices(options.devices), Display(options.json)
     display.note(described(devices))
     found = measure(

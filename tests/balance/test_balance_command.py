@@ -75,6 +75,33 @@ def test_a_measured_profile_and_proposed_candidates(capsys, tmp_path):
     assert found["speedup"] > 1
 
 
+def test_over_long_documents_are_counted(capsys, tmp_path):
+    (tmp_path / "lengths.txt").write_text("100\n" * 9 + "5000\n")
+    options = replace(QUICK, lengths=str(tmp_path / "lengths.txt"), longest=2_000, tokens=30_000, candidates="4*tp16")
+    cut, split = (told(replace(options, overlong=overlong), capsys) for overlong in ("truncate", "split"))
+    assert cut["cut_documents"] > 0
+    assert cut["dropped_tokens"] == 3_000 * cut["cut_documents"]
+    assert (split["cut_documents"] > 0, split["dropped_tokens"]) == (True, 0)
+    assert run(replace(options, json=False)) == 0
+    assert f"{cut['cut_documents']} documents were over the limit of 2000 tokens" in capsys.readouterr().out
+
+
+def test_as_many_micro_batches_as_asked_for(capsys):
+    """More of them than suit cost a constant each, so that a hundred take longer than the number that is chosen."""
+    options = replace(QUICK, profile="7b", lengths="lognormal:100:0.3", longest=1_000, tokens=300_000, iterations=1)
+    options = replace(options, candidates="16*tp4")
+    assert told(replace(options, microbatches=100), capsys)["ms"]["best"] > told(options, capsys)["ms"]["best"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("", "one length or more"), ("5 -1", "of 1 token or more"), ("x", "one length a line")]
+)
+def test_lengths_that_cannot_be_are_refused(text, said, tmp_path):
+    (tmp_path / "lengths.txt").write_text(text)
+    with pytest.raises(DynajaxError, match=said):
+        run(replace(QUICK, lengths=str(tmp_path / "lengths.txt")))
+
+
 def test_html(capsys, tmp_path):
     told(replace(QUICK, iterations=1, html=str(tmp_path / "page.html")), capsys)
     assert "4*tp16" in (tmp_path / "page.html").read_text()
@@ -91,6 +118,9 @@ def test_html(capsys, tmp_path):
         ({"lengths": "nowhere"}, "neither a file nor"),
         ({"overlong": "error", "longest": 2_000}, "choose truncate or split"),
         ({"longest": 200_000}, "holds 200000 tokens"),
+        ({"html": "no/such/folder/page.html"}, "there is no folder no/such/folder"),
+        ({"html": "."}, "is a folder"),
+        ({"microbatches": 0}, "microbatches=0"),
     ],
 )
 def test_bad_options_are_one_error(change, said):
