@@ -89,7 +89,8 @@ def test_unknown_lengths_are_refused(text, said):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("a b", "expected a JSON histogram"), ("[]", "one length or more"), ('{"edges": [1]}', "'counts'")]
+    ("content", "said"),
+    [("a b", "expected a JSON histogram"), ("[]", "one length or more"), ('{"edges": [1]}', "'counts'")],
 )
 def test_broken_files_are_refused(tmp_path, content, said):
     (tmp_path / "broken").write_text(content)
