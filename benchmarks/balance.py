@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from figures import Row, row
 
 from dynajax.balance.bound import any_strategy_ms
 from dynajax.balance.compare import Setting, setting
@@ -44,13 +45,6 @@ from dynajax.meshes import Strategy
 LONGEST = 32_768
 TOKENS_PER_DEVICE = 3_125  # 200K on 64 devices, 3.2M on 1,024
 SAMPLES_FROM = 1_000_000
-Row = dict[str, Any]
-
-
-def row(case: str, method: str, ratios: Sequence[float], seconds: Sequence[float], **more: Any) -> Row:
-    spread = {"min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)}
-    median = statistics.median(seconds) if seconds else None
-    return {"case": case, "method": method, "ratio": spread, "seconds_median": median, "peak_extra_bytes": None, **more}
 
 
 def batches_of(lengths: str, devices: int) -> Batches:

@@ -19,11 +19,8 @@ import argparse
 import functools
 import gc
 import json
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -36,11 +33,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from figures import machine, row, show
 from floor import copy_seconds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from peak import in_child, resident_above
 
 import dynajax as dj
-from dynajax.bytesize import format_bytes
 from dynajax.engine import prepare_reshard
 from dynajax.engine.reshard import PATHS, Path
 
@@ -172,30 +170,15 @@ def peak_extra(method: Method, case: Case, size: tuple[int, int, int]) -> int:
     """Resident bytes above the larger of before and after, at the fullest moment of the method."""
     tree = make_tree(case, *size)
     prepared = method.prepare(tree, case)
-    before = _resident("VmRSS")
-    File("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    moved = jax.block_until_ready(method.run(tree, case, prepared))
-    high = _resident("VmHWM")
-    del tree
-    gc.collect()
-    after = _resident("VmRSS")
+    peak = resident_above(lambda: jax.block_until_ready(method.run(tree, case, prepared)), tree.clear)
     _clean(prepared)
-    del moved
-    return max(0, high - max(before, after))
-
-
-def _resident(field: str) -> int:
-    line = next(row for row in File("/proc/self/status").read_text().splitlines() if row.startswith(field))
-    return int(line.split()[1]) * 1024
+    return peak
 
 
 def peak_in_child(method: Method, case: Case, args: argparse.Namespace) -> int:
-    """``peak_extra`` in a fresh process that gives freed memory back to the system at once."""
-    command = [sys.executable, __file__, "--peak-of", method.name, "--cases", case.name]
-    command += ["--megabytes", str(args.megabytes), "--leaf-megabytes", str(args.leaf_megabytes)]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=120)
-    return json.loads(done.stdout.splitlines()[-1])
+    """``peak_extra`` in a process of its own."""
+    size = ["--megabytes", str(args.megabytes), "--leaf-megabytes", str(args.leaf_megabytes)]
+    return in_child([__file__, "--peak-of", method.name, "--cases", case.name, *size])
 
 
 def _clean(prepared: Any) -> None:
@@ -226,20 +209,7 @@ def run_case(case: Case, size: tuple[int, int, int], args: argparse.Namespace) -
             seconds[method.name].append(timed(method, case, size))
             around.append(floor_seconds(make_tree(case, *size), case))
             ratios[method.name].append(seconds[method.name][-1] / statistics.mean(around))
-    return [
-        {
-            "case": case.name,
-            "method": m.name,
-            "ratio": {
-                "min": min(ratios[m.name]),
-                "median": statistics.median(ratios[m.name]),
-                "max": max(ratios[m.name]),
-            },
-            "seconds_median": statistics.median(seconds[m.name]),
-            "peak_extra_bytes": peak_in_child(m, case, args),
-        }
-        for m in methods
-    ]
+    return [row(case.name, m.name, ratios[m.name], seconds[m.name], peak_in_child(m, case, args)) for m in methods]
 
 
 def main() -> None:
@@ -265,23 +235,11 @@ def main() -> None:
             return
         rows += run_case(case, size, args)
         if not args.json:
-            _show(rows[-sum(r["case"] == case.name for r in rows) :])
+            show(rows[-sum(r["case"] == case.name for r in rows) :], "floor")
     if args.json:
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.default_backend()} x {jax.device_count()}"
-        print(json.dumps({"machine": machine, "cases": rows}))
+        print(json.dumps({"machine": machine(), "cases": rows}))
     elif _COMPILE_SECONDS:
         print(f"jit identity compiles, not in its times: median {statistics.median(_COMPILE_SECONDS):.2f} s a tree")
-
-
-def _show(rows: list[dict[str, Any]]) -> None:
-    print(f"\n{rows[0]['case']:<22}{'ratio to floor: min':>20}{'median':>9}{'max':>9}{'seconds':>10}{'peak extra':>13}")
-    for r in rows:
-        q = r["ratio"]
-        print(
-            f"  {r['method']:<20}{q['min']:>20.2f}{q['median']:>9.2f}{q['max']:>9.2f}{r['seconds_median']:>10.3f}"
-            f"{format_bytes(r['peak_extra_bytes']):>13}",
-            flush=True,
-        )
 
 
 if __name__ == "__main__":
