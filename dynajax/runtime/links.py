@@ -3,7 +3,7 @@
 Both are plans of the one planner, made once for a pipeline and run by the one engine. A pull copies each
 element to the devices of the pipeline that need it, cast before it moves. A push copies the gradients of a
 pipeline, summed within it by its own program, to where the optimizer has these elements; the sum over pipelines is
-taken there, one pipeline after the other in the order of the strategy, so that it does not depend on who ends first.
+taken there, one pipeline after the other in an order that the plan says, so that it does not depend on who ends first.
 """
 
 from __future__ import annotations

@@ -41,6 +41,11 @@ class Balancing:
     candidates: int = 4
     profile: Profile | None = None
 
+    @staticmethod
+    def holding(longest: int) -> Balancing:
+        """Each device holds a row of ``longest`` tokens."""
+        return Balancing(-(-longest // Balancing.align) * Balancing.align)
+
     @property
     def options(self) -> PlanOptions:
         """How iterations are planned."""

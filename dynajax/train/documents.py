@@ -63,6 +63,11 @@ class DocumentJob(Job[Candidates]):
                 f"the losses of the routers (weights {model.balance_weight:g} and {model.z_weight:g}) are means over "
                 "all documents, which no pipeline knows alone; take balance_weight=0 and z_weight=0, or train on rows"
             )
+        if isinstance(model, MoeConfig) and model.capacity_factor is not None:
+            raise StrategyError(
+                f"with capacity_factor={model.capacity_factor:g} what an expert drops depends on which documents share a "
+                "row, and that changes with the strategy; take capacity_factor=None, or train on rows"
+            )
         require_elementwise(optimizer, job.shapes.params)
         return job
 

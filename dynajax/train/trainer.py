@@ -187,7 +187,7 @@ def _job(
 ) -> Job[Any]:
     """The kind of job that ``data`` calls for."""
     if isinstance(data, DocumentSteps):
-        return DocumentJob.of(model, optimizer, data, devices, balancing or Balancing(data.longest), options)
+        return DocumentJob.of(model, optimizer, data, devices, balancing or Balancing.holding(data.longest), options)
     return RowJob.of(model, optimizer, data, devices, options)
 
 

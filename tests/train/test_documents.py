@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -230,13 +231,22 @@ def test_bfloat16_pulls_half_the_bytes_and_is_near_float32():
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(running.state.params))
 
 
+def by_rank(params: Any) -> Any:
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
 @pytest.mark.parametrize(
     ("made", "said"),
     [
         (optax.adafactor(1e-3, min_dim_size_to_factor=2), "keeps .*, which has no parameter's shape"),
         (optax.chain(optax.scale_by_param_block_rms(), optax.sgd(1.0)), "updates tensors by their shapes"),
         (
-            optax.adamw(1e-2, weight_decay=0.5, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
+            optax.adamw(1e-2, weight_decay=0.5, mask=by_rank),
+            "updates tensors by their shapes",
+        ),
+        (optax.adamw(optax.linear_schedule(0.0, 3e-4, 2000), mask=by_rank), "updates tensors by their shapes"),
+        (
+            optax.MultiSteps(optax.adamw(1e-3, mask=by_rank), 5).gradient_transformation(),
             "updates tensors by their shapes",
         ),
     ],
@@ -266,6 +276,8 @@ def test_what_cannot_be_trained_by_pipelines_side_by_side_is_refused():
     moe = MoeConfig(layers=2, hidden=8, ffn=8, heads=2, kv_heads=2, head_dim=4, vocab=256, experts=4, top_k=2)
     with pytest.raises(StrategyError, match=r"losses of the routers .* take balance_weight=0 and z_weight=0"):
         Trainer(moe, optimizer(), "2*dp1", documents())
+    with pytest.raises(StrategyError, match="which documents share a row, .* take capacity_factor=None"):
+        Trainer(replace(moe, balance_weight=0.0, capacity_factor=1.0), optimizer(), "2*dp1", documents())
     with pytest.raises(BalanceError, match="has 40 tokens and the roomiest candidate holds"):
         Trainer(MODEL, optimizer(), "2*dp1", documents(), balancing=Balancing(16))
     with pytest.raises(StrategyError, match="uses device 16, but there are 16"):
@@ -284,3 +296,10 @@ def test_experts_over_their_own_axis_lose_what_they_lose_together():
         running = Trainer(moe, optimizer(), strategy, documents(), devices=jax.devices()[:8], balancing=balancing)
         losses[strategy] = [running.step().loss for _ in range(3)]
     assert largest_difference(losses["ep2|pp2|tp2"], losses["dp1"]) < 1e-5
+
+
+def test_each_device_holds_the_longest_document_unless_told_otherwise():
+    """Also where rows are not as long as documents may be, but a multiple of something longer."""
+    running = Trainer(MODEL, optimizer(), "2*dp1", documents())
+    assert isinstance(running.placement, Candidates)
+    assert {p.num_devices for strategy in running.placement.strategies for p in strategy.pipelines} == {1}
