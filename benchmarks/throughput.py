@@ -1,0 +1,256 @@
+"""Tokens per second on documents of very unlike lengths: four ways to share them out, side by side in one run.
+
+    python benchmarks/throughput.py [--steps 6] [--json]
+
+Documents: of every file of Python's standard library the first part of 128, so that lengths have the distribution of
+the files' lengths, and those over 1,024 bytes are split. Eight emulated devices, each holding 256 tokens of a row, so
+that the longest documents need four of them. Every method trains the same model on the same documents, step by step in
+turn; after each step all must have the same loss.
+
+- padding: one document a row, each row as long as the longest document may be; rows in turn to copies of one pipeline.
+- fixed: packed first-fit to that length, in turn. The baseline: ratios are (tokens per second) / (those of fixed).
+- balanced: the same pipelines, filled and dispatched by the planner, rows of a few lengths.
+- auto: a mix of pipelines chosen for each step.
+
+The pipeline of the first three is the one with which fixed takes least by simulation.
+
+``wall`` is the clock. Eight devices on few cores take as long as their work together, however it is shared out, so the
+clock shows less work and not less waiting. ``simulated`` shows both: the ends of the very plans that ran, priced with a
+profile measured here at the start. It takes a pipeline's processor seconds over its devices, as if each had a core of
+its own and never waited for another. That flatters large pipelines, and so the baseline. Pull, push and update are not
+in it.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("NPROC", "64")
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from figures import Row, machine, row, show
+
+from dynajax.balance import IterationPlan, MicroBatch, PipelineCost, PipelineFill, Planner, Profile, short_text
+from dynajax.balance.baselines import first_fit
+from dynajax.balance.fit import measure_profile
+from dynajax.balance.simulate import published_ms, simulated_ms
+from dynajax.data import DocumentSteps, MemoryDocuments, Segment, stdlib_documents
+from dynajax.meshes import Pipeline, Placement, Strategy
+from dynajax.models import LlamaConfig, init
+from dynajax.runtime import Propagation
+from dynajax.runtime.flat import flat_layout, flat_sharding, flatten
+from dynajax.runtime.pipelines import PipelineRunner
+from dynajax.train.balancing import Balancing
+from dynajax.train.candidates import Candidates
+from dynajax.train.documents import DocumentJob
+from dynajax.train.job import DEFAULT_OPTIONS
+from dynajax.train.state import TrainState
+from dynajax.train.trainer import step_report
+
+DEVICES = 8
+LONGEST, DEVICE_TOKENS, TOKENS = 1_024, 256, 4_096
+MEASURED = (64, 128, 256, 512, 1_024)
+SHARE = 128  # of a file's bytes, one part is read
+SEGMENTS = 256  # more than a row ever has
+PIPELINES = ("dp1", "tp2", "tp4", "cp4")
+MODEL = LlamaConfig(layers=2, hidden=64, ffn=192, heads=4, kv_heads=4, head_dim=16, vocab=256)
+METHODS = ("padding", "fixed", "balanced", "auto")
+Pack = Callable[[Sequence[int]], list[list[int]]]
+
+
+def documents() -> DocumentSteps:
+    files = stdlib_documents()
+    texts = tuple(files.read(n, 0, int(size) // SHARE).tobytes() for n, size in enumerate(files.lengths))
+    return DocumentSteps(MemoryDocuments(texts), token_budget=TOKENS, longest=LONGEST)
+
+
+def measured_profile(devices: Sequence[jax.Device]) -> Profile:
+    """Coefficients of each kind of pipeline on this machine; compiles and runs its programs."""
+    sharding = flat_sharding(devices)
+    params = init(MODEL, jax.random.key(0))
+    flat = jax.jit(lambda p: flatten(p, len(devices)), out_shardings=sharding)(params)
+    runners: dict[Pipeline, tuple[PipelineRunner, Any]] = {}
+
+    def measure(pipeline: Pipeline, tokens: int) -> float:
+        if pipeline not in runners:
+            placed = Placement(Strategy((pipeline,)), tuple(range(pipeline.num_devices)))
+            run, mesh = Propagation(MODEL, placed.strategy), placed.mesh(devices)
+            rows = [n for n in MEASURED if n <= room(pipeline)]
+            runner = PipelineRunner.of(run, mesh, flat_layout(params, sharding), rows, SEGMENTS)
+            runners[pipeline] = runner, runner.pull(flat)[0]
+        runner, pulled = runners[pipeline]
+        document = Segment(0, 0, tokens, np.zeros(tokens + 1, np.uint8))
+
+        def once() -> float:
+            start = time.process_time()
+            jax.block_until_ready(runner.dispatch(pulled, [(tokens, [document])] * 4, 1.0))
+            return (time.process_time() - start) * 1e3 / 4 / pipeline.num_devices
+
+        once()
+        return statistics.median(once() for _ in range(5))
+
+    kinds = [Strategy.parse(text).pipelines[0] for text in PIPELINES]
+    return measure_profile("this machine", machine(), kinds, MEASURED, measure, room)
+
+
+def room(pipeline: Pipeline) -> int:
+    """Most tokens of a row."""
+    return DEVICE_TOKENS * pipeline.num_devices
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """Plans as people make them without a planner: packs of one row length, in turn to equal pipelines."""
+
+    cost: PipelineCost
+    copies: int
+    pack: Pack
+
+    def plan(self, lengths: Any, only: int | None = None) -> IterationPlan:
+        sizes = np.asarray(lengths).tolist()
+        packs = [self._microbatch(members, [sizes[n] for n in members]) for members in self.pack(sizes)]
+        fills = [self._fill(tuple(packs[start :: self.copies])) for start in range(self.copies)]
+        strategy = Strategy((self.cost.pipeline,) * self.copies)
+        return IterationPlan(0, strategy, tuple(fills), max(fill.ms for fill in fills), ())
+
+    def _microbatch(self, members: Sequence[int], sizes: Sequence[int]) -> MicroBatch:
+        return MicroBatch(tuple(members), sum(sizes), LONGEST, self.cost.microbatch_ms(sizes, LONGEST))
+
+    def _fill(self, packs: tuple[MicroBatch, ...]) -> PipelineFill:
+        times = [pack.ms for pack in packs]
+        return PipelineFill(
+            self.cost.pipeline, packs, simulated_ms(times, self.cost.pp), published_ms(times, self.cost.pp)
+        )
+
+
+def one_a_row(sizes: Sequence[int]) -> list[list[int]]:
+    return [[n] for n in range(len(sizes))]
+
+
+def first_fitting(sizes: Sequence[int]) -> list[list[int]]:
+    """Positions in packs as ``first_fit`` makes them of lengths."""
+    left = {size: [n for n, each in enumerate(sizes) if each == size][::-1] for size in sizes}
+    return [[left[size].pop() for size in pack] for pack in first_fit(sizes, LONGEST)]
+
+
+@dataclass(frozen=True, eq=False)
+class InTurnJob(DocumentJob):
+    """A job whose documents are packed by ``pack`` and shared out in turn."""
+
+    pack: Pack
+
+    def planner(self, place: Candidates) -> Any:
+        pipelines = place.strategies[0].pipelines
+        (cost,) = self.balancing.costs(self.model, pipelines[:1])
+        return InTurn(cost, len(pipelines), self.pack)
+
+
+class Run:
+    """One method: its job, compiled, and its state."""
+
+    def __init__(self, name: str, job: DocumentJob, strategy: str) -> None:
+        self.name, self.place = name, job.place(strategy)
+        self.planner: Planner | InTurn = job.planner(self.place)
+        self.step = job.compile_step(self.place, job.layout(self.place))
+        self.state: TrainState = job.initial_state(self.place, 0)
+        self.used: set[str] = set()
+
+    def take(self, data: DocumentSteps, number: int) -> dict[str, float]:
+        """Take step ``number``: what it took, by the clock and by simulation."""
+        start = time.perf_counter()
+        batch = data.take(number, 1)
+        outcome = self.step(self.state, batch, deadline_s=120)
+        seconds = time.perf_counter() - start
+        report = step_report(number, outcome, batch.num_targets, batch.samples, seconds)
+        self.state = outcome.state
+        self.used.add(report.strategy)
+        plan = self.planner.plan(data.lengths(number))
+        assert short_text(plan.strategy) == report.strategy
+        return {
+            "loss": report.loss,
+            "wall": seconds,
+            "simulated": plan.ms / 1e3,
+            "tokens": report.tokens,
+            "wall idle": report.idle_share or 0.0,
+            "simulated idle": plan.idle_share,
+        }
+
+
+def runs(data: DocumentSteps, devices: Sequence[jax.Device], profile: Profile) -> list[Run]:
+    """The four methods, compiled."""
+    common = MODEL, optax.adam(1e-3), tuple(devices), DEFAULT_OPTIONS, data
+    few, one = (Balancing(DEVICE_TOKENS, n, SEGMENTS, 64, candidates=2, profile=profile) for n in (2, 1))
+    fits = [c for c in profile.costs(Pipeline(())) if c.max_len >= LONGEST]
+    samples = [data.lengths(step) for step in range(16)]
+
+    def fixed_ms(cost: PipelineCost) -> float:
+        return sum(InTurn(cost, DEVICES // cost.devices, first_fitting).plan(tokens).ms for tokens in samples)
+
+    best = min(fits, key=fixed_ms)
+    same = f"{DEVICES // best.devices}*{best.pipeline}"
+    return [
+        Run("padding", InTurnJob(*common, one, one_a_row), same),
+        Run("fixed", InTurnJob(*common, one, first_fitting), same),
+        Run("balanced", DocumentJob(*common, few), same),
+        Run("auto", DocumentJob(*common, few), "auto"),
+    ]
+
+
+def compare(steps: int) -> list[Row]:
+    devices, data = jax.devices(), documents()
+    began = time.perf_counter()
+    profile = measured_profile(devices)
+    made = runs(data, devices, profile)
+    ready_s = time.perf_counter() - began
+    for run in made:
+        run.take(data, 0)  # warms up what is compiled on first use
+    taken: dict[str, list[dict[str, float]]] = {run.name: [] for run in made}
+    for number in range(1, steps + 1):
+        for run in made:
+            taken[run.name].append(run.take(data, number))
+        losses = [taken[run.name][-1]["loss"] for run in made]
+        assert max(losses) - min(losses) < 1e-4 * min(losses), f"step {number}: losses are {losses}"
+    rows = []
+    for kind in ("wall", "simulated"):
+        for run in made:
+            mine, base = taken[run.name], taken["fixed"]
+            ratios = [b[kind] / m[kind] for m, b in zip(mine, base, strict=True)]
+            speed = sum(m["tokens"] for m in mine) / sum(m[kind] for m in mine)
+            idle = statistics.mean(m[f"{kind} idle"] for m in mine)
+            more = {"tokens_per_second": speed, "idle_share": idle, "strategies": sorted(run.used)}
+            rows.append(row(kind, run.name, ratios, [m[kind] for m in mine], **more))
+    errors = {str(t.pipeline): t.error for t in profile.timings}
+    print(json.dumps({"fit errors": errors, "seconds to measure and compile": round(ready_s, 1)}))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    rows = compare(args.steps)
+    if args.json:
+        print(json.dumps({"machine": machine(), "cases": rows}))
+        return
+    for kind in ("wall", "simulated"):
+        mine = [r for r in rows if r["case"] == kind]
+        show(mine, "fixed")
+        for r in mine:
+            used = ", ".join(r["strategies"])
+            print(f"  {r['method']:<20}{r['tokens_per_second']:10.0f} tokens/s, idle {r['idle_share']:.0%}: {used}")
+
+
+if __name__ == "__main__":
+    main()
