@@ -190,7 +190,7 @@ def runs(data: DocumentSteps, devices: Sequence[jax.Device], profile: Profile) -
     """The four methods, compiled."""
     common = MODEL, optax.adam(1e-3), tuple(devices), DEFAULT_OPTIONS, data
     few, one = (Balancing(DEVICE_TOKENS, n, SEGMENTS, 64, candidates=2, profile=profile) for n in (2, 1))
-    fits = [c for c in profile.costs(Pipeline(())) if c.max_len >= LONGEST]
+    fits = [c for c in profile.costs(profile.timings[0].pipeline) if c.max_len >= LONGEST]
     samples = [data.lengths(step) for step in range(16)]
 
     def fixed_ms(cost: PipelineCost) -> float:

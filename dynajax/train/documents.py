@@ -65,8 +65,8 @@ class DocumentJob(Job[Candidates]):
             )
         if isinstance(model, MoeConfig) and model.capacity_factor is not None:
             raise StrategyError(
-                f"with capacity_factor={model.capacity_factor:g} what an expert drops depends on which documents share a "
-                "row, and that changes with the strategy; take capacity_factor=None, or train on rows"
+                f"with capacity_factor={model.capacity_factor:g} what an expert drops depends on which documents share "
+                "a row, and that changes with the strategy; take capacity_factor=None, or train on rows"
             )
         require_elementwise(optimizer, job.shapes.params)
         return job

@@ -276,7 +276,7 @@ def test_what_cannot_be_trained_by_pipelines_side_by_side_is_refused():
     moe = MoeConfig(layers=2, hidden=8, ffn=8, heads=2, kv_heads=2, head_dim=4, vocab=256, experts=4, top_k=2)
     with pytest.raises(StrategyError, match=r"losses of the routers .* take balance_weight=0 and z_weight=0"):
         Trainer(moe, optimizer(), "2*dp1", documents())
-    with pytest.raises(StrategyError, match="which documents share a row, .* take capacity_factor=None"):
+    with pytest.raises(StrategyError, match=r"which documents share a row, .* take capacity_factor=None"):
         Trainer(replace(moe, balance_weight=0.0, capacity_factor=1.0), optimizer(), "2*dp1", documents())
     with pytest.raises(BalanceError, match="has 40 tokens and the roomiest candidate holds"):
         Trainer(MODEL, optimizer(), "2*dp1", documents(), balancing=Balancing(16))
