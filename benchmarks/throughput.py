@@ -206,12 +206,10 @@ def runs(data: DocumentSteps, devices: Sequence[jax.Device], profile: Profile) -
     ]
 
 
-def compare(steps: int) -> list[Row]:
+def compare(steps: int) -> tuple[list[Row], Profile]:
     devices, data = jax.devices(), documents()
-    began = time.perf_counter()
     profile = measured_profile(devices)
     made = runs(data, devices, profile)
-    ready_s = time.perf_counter() - began
     for run in made:
         run.take(data, 0)  # warms up what is compiled on first use
     taken: dict[str, list[dict[str, float]]] = {run.name: [] for run in made}
@@ -229,9 +227,7 @@ def compare(steps: int) -> list[Row]:
             idle = statistics.mean(m[f"{kind} idle"] for m in mine)
             more = {"tokens_per_second": speed, "idle_share": idle, "strategies": sorted(run.used)}
             rows.append(row(kind, run.name, ratios, [m[kind] for m in mine], **more))
-    errors = {str(t.pipeline): t.error for t in profile.timings}
-    print(json.dumps({"fit errors": errors, "seconds to measure and compile": round(ready_s, 1)}))
-    return rows
+    return rows, profile
 
 
 def main() -> None:
@@ -240,10 +236,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    rows = compare(args.steps)
+    rows, profile = compare(args.steps)
     if args.json:
         print(json.dumps({"machine": machine(), "cases": rows}))
         return
+    for t in profile.timings:
+        print(f"{t.pipeline!s:<8} {t.a:.3g} ms/token² {t.b:.3g} ms/token {t.c:.3g} ms/row, worst error {t.error:.1%}")
     for kind in ("wall", "simulated"):
         mine = [r for r in rows if r["case"] == kind]
         show(mine, "fixed")
