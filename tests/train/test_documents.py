@@ -19,6 +19,7 @@ from dynajax import models
 from dynajax.data import DocumentSteps, MemoryDocuments
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.models import LlamaConfig, MoeConfig
+from dynajax.runtime.pipelines import PipelineRunner
 from dynajax.train import StepOptions, Trainer
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates
@@ -181,6 +182,24 @@ def test_pipelines_pull_and_push_while_others_compute():
         when["push", second].end_s <= when["push", first].begin_s
     )  # who takes less pushes before the other is waited for
     assert max(e.end_s for e in running.trace) == when["update", None].end_s
+
+
+def test_a_step_that_fails_half_way_can_be_taken_again(monkeypatch: pytest.MonkeyPatch):
+    """Nothing is given up before all gradients are there: not the state, and not its place in the documents."""
+    running, push = on("tp4|pp2.tp2"), PipelineRunner.push
+    before, pushed = bits(running.whole_state()), []
+
+    def fails_at_second(self: PipelineRunner, sums: Any) -> Any:
+        pushed.append(self)
+        if len(pushed) == 2:
+            raise RuntimeError("the link is down")
+        return push(self, sums)
+
+    monkeypatch.setattr(PipelineRunner, "push", fails_at_second)
+    with pytest.raises(RuntimeError, match="the link is down"):
+        running.step()
+    assert bits(running.whole_state()) == before
+    assert largest_difference([running.step().loss for _ in range(2)], reference(2)[0]) < 1e-5
 
 
 def test_a_pipeline_without_work_adds_nothing():
