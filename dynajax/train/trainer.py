@@ -73,7 +73,7 @@ class Trainer:
         options: StepOptions = DEFAULT_OPTIONS,
         balancing: Balancing | None = None,
     ) -> None:
-        self.job = _job(model, optimizer, data, devices or jax.devices(), options, balancing)
+        self.job = _job(model, optimizer, data, jax.devices() if devices is None else devices, options, balancing)
         self.placement = self.job.place(strategy)
         self.data, self.seed, self.deadline_s = data, seed, deadline_s
         self.snapshot: str | None = None
