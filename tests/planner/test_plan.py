@@ -84,7 +84,8 @@ def test_the_peak_stays_in_the_budget_or_the_least_sufficient_one_is_named(pair,
 @proof
 @given(layout_pairs())
 def test_no_order_of_tensors_does_with_half_the_budget(pair):
-    plan = build_plan(*pair, AMPLE)
+    before, after = pair
+    plan = build_plan(before, after, AMPLE)
     devices, base = range(plan.num_devices), np.maximum(plan.footprint.source, plan.footprint.target)
     made, freed = (
         [
@@ -101,7 +102,7 @@ def test_no_order_of_tensors_does_with_half_the_budget(pair):
             needed = max(needed, int((live - base).max()))
             live = live - freed[k]
         best = min(best, needed)
-    assert build_plan(*pair, 2 * best).peak_extra_bytes <= 2 * best
+    assert build_plan(before, after, 2 * best).peak_extra_bytes <= 2 * best
 
 
 @proof

@@ -155,16 +155,18 @@ def test_those_that_stay_are_those_that_hold_what_stays():
 
 def test_a_pool_may_be_larger_than_the_layouts_and_one_without_room_is_refused():
     space = Space((Tensor("w", (8, 4), "float32", 4),))
-    on = [Layout(space, (mesh_tiling((8, 4), {"x": 4}, P("x"), np.array(d)),)) for d in ([0, 1, 2, 3], [3, 2, 1, 0])]
-    assert assign_roles(*on, pool=np.arange(8)).tolist() == [3, 2, 1, 0]
+    there, back = (
+        Layout(space, (mesh_tiling((8, 4), {"x": 4}, P("x"), np.array(d)),)) for d in ([0, 1, 2, 3], [3, 2, 1, 0])
+    )
+    assert assign_roles(there, back, pool=np.arange(8)).tolist() == [3, 2, 1, 0]
     pairs = Topology.regular("pairs", TIERS, 4)
     with pytest.raises(TopologyError, match="use device 7 and topology 'pairs' has 4 devices"):
-        assign_roles(*on, pairs, np.arange(8))
+        assign_roles(there, back, pairs, np.arange(8))
     with pytest.raises(LayoutError, match=r"1 groups of up to 4 roles .* pool's 1 nodes of up to 3 devices"):
-        assign_roles(*on, pool=np.arange(3))
+        assign_roles(there, back, pool=np.arange(3))
     for pool in ([0, 1], [0, 1, 2]):
         with pytest.raises(LayoutError, match="2 groups of up to 2 roles"):
-            assign_roles(*on, pairs, np.array(pool))
+            assign_roles(there, back, pairs, np.array(pool))
 
 
 @pytest.mark.parametrize("devices", [1024])

@@ -70,6 +70,7 @@ def buckets(space, strategy, experts):
     grid = np.arange(strategy.num_devices).reshape(sizes["pp"], -1)
     own = strategy.pipelines[0].experts
     numbered = {t.path: np.arange(int(np.prod(t.shape))).reshape(t.shape) for t in space}
+    model: list[tuple[tuple[int, ...], np.ndarray]]
     for stage in range(sizes["pp"]):
         if not experts:
             model = [((t,), grid[stage].reshape(-1, sizes["tp"])[:, t]) for t in range(sizes["tp"])]
