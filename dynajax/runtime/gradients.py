@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.data import Batch, Segment, lay_out, pad_rows
-from dynajax.meshes import ACTIVATION_RULES, spec
 from dynajax.runtime.order import TokenOrder
 from dynajax.runtime.propagate import loss_and_metrics
 from dynajax.runtime.propagation import Propagation
+from dynajax.runtime.rules import ROWS
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +53,9 @@ class GradientProgram:
             max_segments: most documents of a row.
         """
         order = run.token_order(row_length)
-        rows = NamedSharding(mesh, spec(("batch", "seq"), ACTIVATION_RULES))
+        rows = NamedSharding(mesh, ROWS)
         whole = NamedSharding(mesh, PartitionSpec())
-        params = abstract_params(layout, run.dtype)
-        sums = abstract_params(layout, jnp.float32), jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+        params, sums = abstract_params(layout, run.dtype), abstract_sums(layout, mesh)
         shardings = jax.tree.map(lambda x: x.sharding, sums)
         empty = lay_out([[]] * run.row_multiple, order.stored_length, max_segments)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), empty)
@@ -92,3 +91,9 @@ class GradientProgram:
 def abstract_params(layout: Any, dtype: Any) -> Any:
     """Parameters as ``ShapeDtypeStruct`` leaves."""
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.array_shape, dtype, sharding=s.sharding), layout)
+
+
+def abstract_sums(layout: Any, mesh: Mesh) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """Gradients and the sum of losses as ``ShapeDtypeStruct`` leaves, all float32."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return abstract_params(layout, jnp.float32), jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.data import Segment
 from dynajax.engine import Report
-from dynajax.runtime.gradients import GradientProgram, abstract_params
+from dynajax.runtime.gradients import GradientProgram, abstract_sums
 from dynajax.runtime.links import Link
 from dynajax.runtime.propagation import Propagation
 
@@ -49,9 +49,8 @@ class PipelineRunner:
             max_segments: most documents of a row.
         """
         layout = jax.tree.map(lambda storage: storage.on(mesh), run.storage)
-        sums = abstract_params(layout, jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
-        whole = NamedSharding(mesh, PartitionSpec())
-        shardings = jax.tree.map(lambda s: s.sharding, layout), whole
+        sums = abstract_sums(layout, mesh)
+        shardings = jax.tree.map(lambda x: x.sharding, sums)
         zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums), out_shardings=shardings)
         compiled = {n: GradientProgram.compiled(run, mesh, layout, n, max_segments) for n in row_lengths}
         return PipelineRunner(run, mesh, Link.of(optimizer, layout, run.dtype), zeros.lower().compile(), compiled)

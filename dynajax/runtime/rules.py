@@ -23,12 +23,15 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
 from dynajax.errors import StrategyError
-from dynajax.meshes import ACTIVATION_RULES, AXES, Rules, Strategy
+from dynajax.meshes import ACTIVATION_RULES, AXES, Rules, Strategy, spec
 from dynajax.models import LlamaConfig, ParameterSpec
 from dynajax.runtime.storage import Cut, CutLayers, Storage, StorageRules, storage_of
 
 BATCH_AXES = ACTIVATION_RULES["batch"]
 """Mesh axes that cut the rows of a batch."""
+
+ROWS = spec(("batch", "seq"), ACTIVATION_RULES)
+"""How the leaves of a batch are cut."""
 
 
 @dataclass(frozen=True)

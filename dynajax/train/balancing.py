@@ -49,7 +49,7 @@ class Balancing:
     @property
     def options(self) -> PlanOptions:
         """How iterations are planned."""
-        return PlanOptions(FillOptions(Shapes(self.buckets, self.max_segments, self.align)))
+        return PlanOptions(FillOptions(self.shapes))
 
     @property
     def shapes(self) -> Shapes:
@@ -81,15 +81,11 @@ def even_pipelines(model: LlamaConfig, devices: int) -> tuple[Pipeline, ...]:
     found: list[Pipeline] = []
     for sizes in itertools.product(powers, repeat=len(_AXES)):
         if math.prod(sizes) <= devices and sizes[0] <= model.layers:
-            pipeline = pipeline_of(dict(zip(_AXES, sizes, strict=True)))
+            of: dict[str, int] = dict(zip(_AXES, sizes, strict=True))
+            pipeline = Pipeline(tuple(of.get(axis, 1) for axis in AXES))
             if not surprises(model, Strategy((pipeline,))):
                 found.append(pipeline)
     return tuple(found)
-
-
-def pipeline_of(sizes: dict[str, int]) -> Pipeline:
-    """The pipeline with these axes."""
-    return Pipeline(tuple(sizes.get(axis, 1) for axis in AXES))
 
 
 def guessed_cost(model: LlamaConfig, pipeline: Pipeline, device_tokens: int) -> PipelineCost:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from dynajax.runtime.pipelines import PipelineRunner
 from dynajax.train.candidates import Candidates
 from dynajax.train.record import PipelineShare
 from dynajax.train.state import TrainState
-from dynajax.train.step import Event, Outcome, wait_ready
+from dynajax.train.step import Event, Outcome, apply_gradients, wait_ready
 
 _PLANS_AHEAD = 2
 _PATIENCE_S = 60.0
@@ -58,15 +59,9 @@ class FlatPrograms:
         shardings = jax.tree.map(lambda x: x.sharding, state)
         grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), state.params)
 
-        def update(state: TrainState, grads: Any) -> TrainState:
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params: Any = optax.apply_updates(state.params, updates)
-            rng = jax.random.split(state.rng, 1)[0]
-            return TrainState(params, opt_state, state.step + 1, rng, state.cursor + 1)
-
         cast = jax.jit(lambda p: jax.tree.map(lambda x: x.astype(dtype), p), out_shardings=shardings.params)
         add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), out_shardings=shardings.params, donate_argnums=0)
-        updated = jax.jit(update, out_shardings=shardings, donate_argnums=0)
+        updated = jax.jit(partial(apply_gradients, optimizer, samples=1), out_shardings=shardings, donate_argnums=0)
         return FlatPrograms(
             cast.lower(state.params).compile(),
             add.lower(grads, grads).compile(),

@@ -20,7 +20,6 @@ from dynajax.engine import Stored
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, MoeConfig
-from dynajax.runtime import Propagation
 from dynajax.runtime.flat import flat_layout, flat_sharding, flatten
 from dynajax.runtime.pipelines import PipelineRunner
 from dynajax.train.balancing import Balancing, even_pipelines
@@ -81,6 +80,16 @@ class DocumentJob(Job[Candidates]):
         if isinstance(strategy, Candidates):
             return strategy
         asked = read_asked(strategy)
+        if asked not in self._places:
+            self._places[asked] = self._checked(asked)
+        return self._places[asked]
+
+    @cached_property
+    def _places(self) -> dict[Asked, Candidates]:
+        """What was read and checked: strategies are proposed once, not in each switch."""
+        return {}
+
+    def _checked(self, asked: Asked) -> Candidates:
         if isinstance(asked, Auto):
             devices = asked.devices or tuple(range(len(self.devices)))
             found = Candidates(asked.text, self.balancing.propose(self.model, self.data, len(devices)), devices)
@@ -147,24 +156,16 @@ class DocumentJob(Job[Candidates]):
         if key not in self._runners:
             shapes, kinds = self.balancing.shapes, pipeline.strategy.pipelines
             (cost,) = shapes.limit(self.balancing.costs(self.model, kinds))
-            run, mesh = self._propagation(pipeline.strategy), pipeline.mesh(self.devices)
+            run, mesh = self.options.of_pipeline(self.model, pipeline.strategy), pipeline.mesh(self.devices)
             optimizer = flat_layout(self.shapes.params, self._sharding(place))
-            self._runners[key] = PipelineRunner.of(run, mesh, optimizer, shapes.rows(cost), shapes.max_segments)
+            with jax.set_mesh(NO_MESH):
+                self._runners[key] = PipelineRunner.of(run, mesh, optimizer, shapes.rows(cost), shapes.max_segments)
         return self._runners[key]
 
     @cached_property
     def _runners(self) -> dict[tuple[Placement, tuple[int, ...]], PipelineRunner]:
         """What is compiled, by pipeline and devices of the optimizer layout: strategies have pipelines in common."""
         return {}
-
-    def _propagation(self, strategy: Strategy) -> Propagation:
-        options, pp = self.options, strategy.size("pp")
-        microbatches = (options.microbatches or 2 * pp) if pp > 1 else 1
-        chunks = options.chunks if pp > 1 else 1
-        with jax.set_mesh(NO_MESH):
-            made = Propagation(self.model, strategy, microbatches, chunks, options.dtype, options.remat)
-            _ = made.storage
-        return made
 
     def _sharding(self, place: Candidates) -> NamedSharding:
         return flat_sharding([self.devices[number] for number in place.devices])

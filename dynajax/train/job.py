@@ -19,7 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.engine import Stored, reshard
 from dynajax.errors import StrategyError
+from dynajax.meshes import Strategy
 from dynajax.models import LlamaConfig, init
+from dynajax.runtime import Propagation
 from dynajax.train.state import TrainState, abstract, initial_state
 from dynajax.train.step import Step
 
@@ -60,6 +62,16 @@ class StepOptions:
         for name, value in (("microbatches", self.microbatches), ("chunks", self.chunks)):
             if value is not None and value < 1:
                 raise StrategyError(f"{name} is {value}: give 1 or more")
+
+    def propagation(self, model: LlamaConfig, strategy: Strategy, microbatches: int) -> Propagation:
+        """``model`` under ``strategy``, with so many micro-batches in a pass."""
+        chunks = self.chunks if strategy.size("pp") > 1 else 1
+        return Propagation(model, strategy, microbatches, chunks, self.dtype, self.remat)
+
+    def of_pipeline(self, model: LlamaConfig, strategy: Strategy) -> Propagation:
+        """``model`` in a pipeline that is given as many rows as it asks for."""
+        pp = strategy.size("pp")
+        return self.propagation(model, strategy, (self.microbatches or 2 * pp) if pp > 1 else 1)
 
 
 DEFAULT_OPTIONS = StepOptions()

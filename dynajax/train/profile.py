@@ -20,7 +20,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,8 +36,7 @@ from dynajax.data import Batch, Segment, lay_out
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.meshes import AXES, Pipeline, Placement, Strategy
 from dynajax.models import LlamaConfig, count_parameters, init
-from dynajax.runtime import Propagation
-from dynajax.runtime.gradients import GradientProgram, abstract_params
+from dynajax.runtime.gradients import GradientProgram, abstract_params, abstract_sums
 from dynajax.train.fit import require_fit
 from dynajax.train.job import DEFAULT_OPTIONS, NO_MESH, StepOptions
 
@@ -224,9 +223,8 @@ class _Bench:
         room: int,
     ) -> None:
         self.pipeline = pipeline
-        pp, strategy = pipeline.size("pp"), Strategy((pipeline,))
-        microbatches = (options.microbatches or 2 * pp) if pp > 1 else 1
-        self._run = Propagation(model, strategy, microbatches, 1, options.dtype, options.remat)
+        strategy = Strategy((pipeline,))
+        self._run = replace(options, chunks=1).of_pipeline(model, strategy)
         self._mesh = Placement.parse(strategy).mesh(devices)
         self._programs: dict[int, GradientProgram] = {}
         self._rows: list[tuple[tuple[int, ...], GradientProgram, Batch]] = []
@@ -324,11 +322,7 @@ class _Bench:
     def _arrays(self) -> jax.stages.Compiled:
         """Makes random parameters and the sums that a program adds to."""
         run, layout = self._run, self._layout
-        params = abstract_params(layout, run.dtype)
-        sums = (
-            abstract_params(layout, jnp.float32),
-            jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self._mesh, PartitionSpec())),
-        )
+        params, sums = abstract_params(layout, run.dtype), abstract_sums(layout, self._mesh)
 
         def made() -> Any:
             whole = init(run.config, jax.random.key(0))

@@ -13,9 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.data import Batch, pad_rows
 from dynajax.errors import StrategyError
-from dynajax.meshes import ACTIVATION_RULES, Placement, Strategy, spec
+from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, Params, mean_loss, router_loss
 from dynajax.runtime import Propagation, TokenOrder, loss_and_metrics, refined
+from dynajax.runtime.rules import ROWS
 from dynajax.train.elementwise import sees_padding
 from dynajax.train.fit import batch_shards, require_fit
 from dynajax.train.job import DEFAULT_OPTIONS, NO_MESH, Job, StepOptions
@@ -72,11 +73,11 @@ class RowJob(Job[Placement]):
 
     def propagation(self, strategy: Strategy) -> Propagation:
         """How the model is stored and run under ``strategy``."""
-        options, pp = self.options, strategy.size("pp")
-        rows = -(-self.batch.rows // batch_shards(strategy))
-        microbatches = (min(2 * pp, rows) if pp > 1 else 1) if options.microbatches is None else options.microbatches
-        chunks = options.chunks if pp > 1 else 1
-        return Propagation(self.model, strategy, microbatches, chunks, options.dtype, options.remat)
+        pp, microbatches = strategy.size("pp"), self.options.microbatches
+        if microbatches is None:
+            rows = -(-self.batch.rows // batch_shards(strategy))
+            microbatches = min(2 * pp, rows) if pp > 1 else 1
+        return self.options.propagation(self.model, strategy, microbatches)
 
     def storage(self, strategy: Strategy) -> TrainState:
         """How the state is stored under ``strategy``: a ``Storage`` in the place of each leaf.
@@ -84,9 +85,9 @@ class RowJob(Job[Placement]):
         Raises:
             StrategyError: a dim is padded, and the optimizer takes means over dims.
         """
-        params, padded = self.propagation(strategy).storage, self.propagation(strategy).padded
+        run = self.propagation(strategy)
         with jax.set_mesh(NO_MESH):
-            storage = state_storage(self.shapes, params)
+            storage, padded = state_storage(self.shapes, run.storage), run.padded
         if padded and self.sees_padding:
             raise StrategyError(
                 f"{strategy} pads {', '.join(sorted(padded))} with zeros, which change what the optimizer does (it "
@@ -174,7 +175,3 @@ def mean_over_batch(run: Propagation, mesh: Mesh, order: TokenOrder) -> Loss:
         return mean_loss(loss_sum, weight_sum) + router_loss(run.config, stats)
 
     return loss
-
-
-ROWS = spec(("batch", "seq"), ACTIVATION_RULES)
-"""How the leaves of a batch are cut."""

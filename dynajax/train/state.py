@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from dynajax.errors import StrategyError
 from dynajax.runtime import Storage
 
 KeyPath = tuple[Any, ...]
+T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
@@ -83,10 +84,11 @@ def mirrors(opt_shapes: Any, params: Any) -> Any:
         opt_shapes: optimizer state as ``ShapeDtypeStruct`` leaves.
         params: parameters as ``ShapeDtypeStruct`` leaves.
     """
-    shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    of_path = dict(jax.tree_util.tree_leaves_with_path(params))
 
     def is_like_its_parameter(path: KeyPath, leaf: Any) -> bool:
-        return any(shapes.get(path[start:]) == leaf.shape for start in range(len(path) + 1))
+        parameter = _mirrored(path, of_path)
+        return parameter is not None and parameter.shape == leaf.shape
 
     return jax.tree_util.tree_map_with_path(is_like_its_parameter, opt_shapes)
 
@@ -106,11 +108,14 @@ def abstract(shapes: Any, layout: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(s.array_shape, x.dtype, sharding=s.sharding), shapes, layout)
 
 
-def _leaf_storage(path: KeyPath, shape: tuple[int, ...], mirrored: Mapping[KeyPath, Storage]) -> Storage:
-    for start in range(len(path) + 1):  # the longest suffix first
-        if path[start:] in mirrored:
-            return _fit(path, shape, mirrored[path[start:]])
-    return Storage.whole(shape)
+def _mirrored(path: KeyPath, of_path: Mapping[KeyPath, T]) -> T | None:
+    """What ``of_path`` has for the parameter that a leaf mirrors: the longest path that ends its own."""
+    return next((of_path[path[start:]] for start in range(len(path) + 1) if path[start:] in of_path), None)
+
+
+def _leaf_storage(path: KeyPath, shape: tuple[int, ...], params: Mapping[KeyPath, Storage]) -> Storage:
+    param = _mirrored(path, params)
+    return Storage.whole(shape) if param is None else _fit(path, shape, param)
 
 
 def _fit(path: KeyPath, shape: tuple[int, ...], param: Storage) -> Storage:

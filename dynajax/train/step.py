@@ -99,12 +99,24 @@ def make_step(
         with jax.default_matmul_precision("highest"):
             value, grads = jax.value_and_grad(loss)(state.params, batch)
             grads = jax.lax.with_sharding_constraint(grads, shardings.params)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
-        rng = jax.random.split(state.rng, 1)[0]  # each step has a key of its own, for models that draw
-        return TrainState(params, opt_state, state.step + 1, rng, state.cursor + samples), value
+            return apply_gradients(optimizer, state, grads, samples), value
 
     return step
+
+
+def apply_gradients(optimizer: optax.GradientTransformation, state: TrainState, grads: Any, samples: int) -> TrainState:
+    """The state after an update.
+
+    Args:
+        optimizer: as above.
+        state: before it.
+        grads: in the tree of ``state.params``.
+        samples: as above.
+    """
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params: Any = optax.apply_updates(state.params, updates)
+    rng = jax.random.split(state.rng, 1)[0]  # each step has a key of its own, for models that draw
+    return TrainState(params, opt_state, state.step + 1, rng, state.cursor + samples)
 
 
 def wait_ready(arrays: Any, what: str, deadline_s: float) -> None:

@@ -24,15 +24,6 @@ SWITCH = {
 }
 
 
-@pytest.fixture
-def texts(tmp_path: Path) -> str:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(30):
-        (folder / f"{number}.py").write_text(f"def f{number}(x):\n    return x * {number}\n" * (1 + number % 4))
-    return str(folder)
-
-
 def events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

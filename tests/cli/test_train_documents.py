@@ -7,20 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import pytest
 
 from dynajax.cli import main
 
 SIZES = ["--model", "tiny", "--seq-len", "16", "--longest", "32", "--tokens", "160", "--lr", "0.01", "--devices", "4"]
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> str:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(60):
-        (folder / f"{number}.py").write_text(f"x{number} = {number}\n" * (1 + number % 7))
-    return str(folder)
 
 
 def test_a_run_that_chooses_switches_stops_and_goes_on_elsewhere(texts: str, tmp_path: Path, capsys: Any):

@@ -117,6 +117,24 @@ def assert_same_bits(got: Any, want: Any) -> None:
             assert np.asarray(shard.data).tobytes() == whole[shard.index].tobytes(), (name, shard.device)
 
 
+def bytes_not_held(shapes: Any, sources: Any, targets: Any) -> int:
+    """What devices need and do not hold in that memory, counted element by element from jax's own index maps.
+
+    ``shapes`` has leaves with shapes and dtypes, the others a sharding for each.
+    """
+    total = 0
+    for x, source, target in zip(*map(jax.tree.leaves, (shapes, sources, targets)), strict=True):
+        same_memory = (source.memory_kind or "device") == (target.memory_kind or "device")
+        held = source.devices_indices_map(x.shape) if same_memory else {}
+        for device, index in target.devices_indices_map(x.shape).items():
+            need = np.zeros(x.shape, bool)
+            need[index] = True
+            if device in held:
+                need[held[device]] = False
+            total += int(need.sum()) * x.dtype.itemsize
+    return total
+
+
 def live_bytes(arrays: Any = None, collect: bool = True) -> dict[Any, int]:
     """Bytes of distinct live buffers on each device: of all arrays, or of the given ones."""
     if collect:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from engine.states import PLACEMENTS, P, assert_same_bits, host_state, mesh, shardings, state
+from engine.states import PLACEMENTS, P, assert_same_bits, bytes_not_held, host_state, mesh, shardings, state
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 import dynajax as dj
@@ -35,27 +35,15 @@ def test_every_pair_is_bit_equal_with_the_fewest_bytes(source: str, donate: bool
         assert_same_bits(after, want)
         assert jax.tree.map(lambda x: x.sharding, after) == shardings(target)
         assert after["weak"].aval.weak_type
-        assert report.bytes_moved == report.bytes_lower_bound == _bytes_not_held(source, target)
+        assert (
+            report.bytes_moved == report.bytes_lower_bound == bytes_not_held(want, shardings(source), shardings(target))
+        )
         assert report.peak_extra_bytes <= report.budget_bytes
         assert report.leaves == len(jax.tree.leaves(want))
         if donate:
             assert all(a.is_deleted() or a is b for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True))
         else:
             assert_same_bits(before, want)
-
-
-def _bytes_not_held(source: str, target: str) -> int:
-    """Needed and not held, counted element by element from jax's own index maps."""
-    total = 0
-    for x, a, b in zip(*map(jax.tree.leaves, (host_state(), shardings(source), shardings(target))), strict=True):
-        held = a.devices_indices_map(x.shape)
-        for device, index in b.devices_indices_map(x.shape).items():
-            need = np.zeros(x.shape, bool)
-            need[index] = True
-            if device in held:
-                need[held[device]] = False
-            total += int(need.sum()) * x.dtype.itemsize
-    return total
 
 
 @pytest.mark.parametrize("target", NAMES)

@@ -75,15 +75,25 @@ def bits(tree: Any) -> list[Any]:
 
 
 def reference_losses(steps: int, optimizer: optax.GradientTransformation | None = None) -> list[float]:
-    """Losses of the same training in plain JAX: one device, no shardings, no donation, no filler rows."""
-    optimizer, batches = optimizer or adam(), data()
-    params = models.init(MODEL, jax.random.split(jax.random.key(0))[0])
-    opt_state, losses = optimizer.init(params), []
+    """Losses of ``MODEL`` trained on one device."""
+    return train_on_one_device(MODEL, optimizer or adam(), steps)[0]
+
+
+def train_on_one_device(
+    model: models.LlamaConfig, optimizer: optax.GradientTransformation, steps: int
+) -> tuple[list[float], list[Any]]:
+    """Losses of each step and parameters after it in plain JAX: no shardings, no donation, no filler rows, every expert
+    run on every token.
+    """
+    batches, run = data(), models.Execution(experts=models.dense_experts)
+    params = models.init(model, jax.random.split(jax.random.key(0))[0])
+    opt_state, losses, after = optimizer.init(params), [], []
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        logits = models.forward(MODEL, params, batch.tokens, batch.segment_ids, batch.positions)
+        at = batch.tokens, batch.segment_ids, batch.positions
+        logits, stats = models.forward_with_stats(model, params, *at, run)
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets[..., None], axis=-1)[..., 0]
-        return -(chosen * batch.weights).sum() / batch.weights.sum()
+        return -(chosen * batch.weights).sum() / batch.weights.sum() + models.router_loss(model, stats)
 
     @jax.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -94,7 +104,8 @@ def reference_losses(steps: int, optimizer: optax.GradientTransformation | None 
     for number in range(steps):
         params, opt_state, value = step(params, opt_state, jax.tree.map(jnp.asarray, batches[number]))
         losses.append(float(value))
-    return losses
+        after.append(jax.tree.map(np.asarray, params))
+    return losses, after
 
 
 def largest_difference(losses: list[float], wanted: list[float]) -> float:

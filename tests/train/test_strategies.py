@@ -9,8 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from train.small_runs import bits, closed_walk, data, largest_difference, placed, random_values
-from train.strategies import DENSE, DENSE_STRATEGIES, MOE, MOE_STRATEGIES, optimizer, train_on_one_device
+from train.small_runs import (
+    bits,
+    closed_walk,
+    data,
+    largest_difference,
+    placed,
+    random_values,
+    train_on_one_device,
+)
+from train.strategies import DENSE, DENSE_STRATEGIES, MOE, MOE_STRATEGIES, optimizer
 
 from dynajax.engine import reshard
 from dynajax.models import LlamaConfig
