@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,7 @@ def dim_axes(partition: PartitionSpec, shape: Sequence[int], mesh_shape: Mapping
     if len(partition) > len(shape):
         raise LayoutError(f"{partition} names {len(partition)} dims and the shape {tuple(shape)} has {len(shape)}")
     axes: list[tuple[str, ...]] = []
-    for entry in (*partition, *[None] * (len(shape) - len(partition))):
+    for entry in (*partition.partitions, *[None] * (len(shape) - len(partition))):
         names = () if entry is None else ((entry,) if isinstance(entry, str) else entry)
         if not isinstance(names, tuple) or any(a not in mesh_shape for a in names):
             raise LayoutError(f"{partition} does not fit a mesh with the axes {tuple(mesh_shape)}")
@@ -81,7 +81,7 @@ def dim_axes(partition: PartitionSpec, shape: Sequence[int], mesh_shape: Mapping
 
 
 def named_tiling(sharding: NamedSharding, shape: Sequence[int], devices: Ints | None = None) -> Tiling:
-    """The tiling that a ``NamedSharding`` gives a jax array.
+    """The tiling that a ``NamedSharding`` gives a jax array; partial if the spec has unreduced axes.
 
     Args:
         sharding: over a ``Mesh`` or an ``AbstractMesh``.
@@ -100,9 +100,31 @@ def named_tiling(sharding: NamedSharding, shape: Sequence[int], devices: Ints | 
                 f"dim {dim} of size {shape[dim]} (shape {tuple(shape)}) is cut in {parts} by the mesh axes {axes}, "
                 f"which does not divide it; pad the dim to {-(-shape[dim] // parts) * parts} or choose other axes"
             )
-    if devices is None:
-        devices = _device_ids(mesh)
-    return mesh_tiling(shape, mesh_shape, sharding.spec, devices)
+    devices = _device_ids(mesh) if devices is None else np.asarray(devices, np.int64).reshape(-1)
+    tiling = mesh_tiling(shape, mesh_shape, sharding.spec, devices)
+    summed = frozenset(sharding.spec.unreduced)
+    return _partial(tiling, mesh_shape, sharding.spec, summed, devices) if summed else tiling
+
+
+def _partial(
+    tiling: Tiling, mesh_shape: Mapping[str, int], partition: PartitionSpec, summed: frozenset[str], devices: Ints
+) -> Tiling:
+    """The tiling whose holders along the axes ``summed`` are parts of a sum.
+
+    Along axes that neither cut the tensor nor are summed lie copies of one part, of which the first counts.
+    """
+    cut = {a for axes in dim_axes(partition, tiling.shape, mesh_shape) for a in axes}
+    rest = [k for k, a in enumerate(mesh_shape) if a not in cut | summed]
+    spare = np.indices(tuple(mesh_shape.values())).reshape(len(mesh_shape), -1)[rest].any(axis=0)
+    counted = ~np.isin(tiling.holder, devices[spare])
+    return replace(
+        tiling,
+        holder=tiling.holder[counted],
+        region=tiling.region.take(counted),
+        partial=True,
+        room=int(tiling.region.volumes.max(initial=0)),
+        padded=tuple(devices[spare].tolist()),
+    )
 
 
 def _device_ids(mesh: Any) -> Ints:

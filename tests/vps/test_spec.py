@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.op_shardings import op_sharding_to_indices
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dynajax.errors import LayoutError
 from dynajax.meshes import PARAMETER_RULES, Strategy
@@ -118,3 +118,26 @@ def test_a_strategy_layout_equals_the_named_sharding_of_its_mesh():
     for tiling, spec in zip(layout.tilings, (P("fsdp", "tp"), P("tp")), strict=True):
         assert tiling.key == named_tiling(NamedSharding(mesh, spec), tiling.shape).key
     assert layout.bytes_by_device().tolist() == [8 * 16 * 4 // 8 + 16 * 2 // 4] * 8
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts", "copies"),
+    [
+        (P("tp", unreduced=frozenset({"dp"})), 2, 2),
+        (P(None, "tp", unreduced=frozenset({"dp", "cp"})), 4, 1),
+        (P(("cp", "tp"), unreduced=frozenset({"dp"})), 2, 1),
+        (P(unreduced=frozenset({"tp"})), 2, 4),
+    ],
+)
+def test_unreduced_axes_hold_parts_of_a_sum_and_copies_count_once(spec, parts, copies):
+    devices = np.array(jax.devices()[:8], object)[::-1].reshape(2, 2, 2)
+    mesh = Mesh(devices, ("dp", "cp", "tp"), axis_types=(AxisType.Explicit,) * 3)
+    tiling = named_tiling(NamedSharding(mesh, spec), (8, 4))
+    assert tiling.partial
+    held = np.zeros((8, 4), int)
+    for lo, hi in zip(tiling.region.lo, tiling.region.hi, strict=True):
+        held[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))] += 1
+    assert (held == parts).all()
+    assert len(tiling.padded) == 8 - 8 // copies
+    assert tiling.devices.tolist() == list(range(8))
+    assert (tiling.elements(8) == 32 * parts * copies // 8).all()
