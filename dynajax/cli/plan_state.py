@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax.tree_util as jtu
@@ -40,6 +41,7 @@ class JobState:
         parameters: those of the model alone.
         axes: logical axes of each parameter.
         last: parameters without layers on the last pipeline stage.
+        tied: parameters of the first pipeline stage that the last one computes with too.
         layers: how many there are.
         experts: how many there are, 0 for a dense model.
         heads: query heads.
@@ -50,6 +52,7 @@ class JobState:
     parameters: Space
     axes: dict[str, tuple[str | None, ...]]
     last: frozenset[str]
+    tied: frozenset[str]
     layers: int
     experts: int
     heads: int
@@ -72,9 +75,10 @@ class JobState:
             )
         )
         last = frozenset(p for p in shapes if p.startswith("['head']"))
+        tied = frozenset(p for p in shapes if config.tied and p == "['embed']['tokens']")
         axes = {p: tuple(s.axes) for p, s in shapes.items()}
         experts = getattr(config, "experts", 0)
-        return JobState(space, parameters, axes, last, config.layers, experts, config.heads, parts)
+        return JobState(space, parameters, axes, last, tied, config.layers, experts, config.heads, parts)
 
     def layout(self, strategy: Strategy) -> Layout:
         """Who holds what under a strategy, on the devices 0, 1, ….
@@ -86,7 +90,7 @@ class JobState:
         kinds = {part: self._kind(part) for part, _, _ in _stored(self.parts)}
         of_path: dict[str, dict[str, Tiling]] = {}
         for kind in sorted(set(kinds.values())):
-            place = flat_layout if kind == "flat" else strategy_layout
+            place = flat_layout if kind == "flat" else partial(strategy_layout, tied=self.tied)
             layout = place(self.parameters, self.axes, strategy, last=self.last)
             of_path[kind] = dict(zip((t.path for t in self.parameters), layout.tilings, strict=True))
         tilings: list[Tiling] = []

@@ -187,6 +187,13 @@ def cut_boxes(
     return mesh_boxes(shape, mesh, cut_dims(mesh, shape, axes, rules), shared)
 
 
+def end_stages(path: str, stages: int, last: frozenset[str], tied: frozenset[str]) -> slice:
+    """Which of a pipeline's stages hold a tensor without layers; see ``strategy_layout``."""
+    if path in tied:
+        return slice(0, None, max(stages - 1, 1))
+    return slice(-1, None) if path in last else slice(0, 1)
+
+
 def strategy_layout(
     space: Space,
     logical_axes: Mapping[str, Sequence[str | None]],
@@ -194,6 +201,7 @@ def strategy_layout(
     rules: Rules = PARAMETER_RULES,
     devices: Ints | None = None,
     last: frozenset[str] | None = None,
+    tied: frozenset[str] = frozenset(),
 ) -> Layout:
     """The layout of a space under a strategy of one pipeline; dims that an axis does not divide are cut unevenly.
 
@@ -205,6 +213,7 @@ def strategy_layout(
         devices: device number at each mesh position; default 0, 1, ….
         last: paths of tensors without layers that live on the last pipeline stage; the others live on the first.
             Default: a tensor without layers is on all stages.
+        tied: paths of those of the first stage that the last stage has a copy of.
     """
     sizes = strategy.mesh_shape()
     numbers = np.arange(strategy.num_devices) if devices is None else np.asarray(devices, np.int64)
@@ -218,8 +227,8 @@ def strategy_layout(
         axes = tuple(logical_axes.get(tensor.path, ()))
         stages = slice(None)
         if last is not None and "layers" not in axes:
-            stages = slice(-1, None) if tensor.path in last else slice(0, 1)
-        key = (tensor.shape, axes, stages.start)
+            stages = end_stages(tensor.path, sizes["pp"], last, tied)
+        key = (tensor.shape, axes, stages.start, stages.step)
         if key not in tilings:
             mesh = expert_mesh if is_expert(axes) else sizes
             lo, hi = cut_boxes(mesh, tensor.shape, axes, rules)

@@ -11,7 +11,7 @@ from dynajax.errors import LayoutError
 from dynajax.meshes import PARAMETER_RULES, Rules
 from dynajax.vps.region import Ints
 from dynajax.vps.space import Space
-from dynajax.vps.spec import cut_boxes
+from dynajax.vps.spec import cut_boxes, end_stages
 from dynajax.vps.tiling import Layout, Tiling
 
 
@@ -34,6 +34,7 @@ def staged_layout(
     pipelines: Sequence[Sequence[Stage]],
     rules: Rules = PARAMETER_RULES,
     last: frozenset[str] = frozenset(),
+    tied: frozenset[str] = frozenset(),
 ) -> Layout:
     """The layout of a space of which every pipeline holds a copy.
 
@@ -43,6 +44,7 @@ def staged_layout(
         pipelines: the stages of each; they may differ in every way.
         rules: logical axes to mesh axes; only tp cuts.
         last: paths of tensors without layers that live on the last stage of each pipeline; the others on the first.
+        tied: paths of those of the first stage that the last stage has a copy of.
 
     Raises:
         LayoutError: the stages of a pipeline do not follow one another, or do not hold all layers.
@@ -53,8 +55,8 @@ def staged_layout(
         holders: list[Ints] = []
         boxes: list[tuple[Ints, Ints]] = []
         for pipeline in pipelines:
-            chosen = pipeline if "layers" in axes else (pipeline[-1:] if tensor.path in last else pipeline[:1])
-            for stage in chosen:
+            ends = end_stages(tensor.path, len(pipeline), last, tied)
+            for stage in pipeline if "layers" in axes else pipeline[ends]:
                 lo, hi = cut_boxes({"tp": len(stage.devices)}, tensor.shape, axes, rules)
                 if "layers" in axes:
                     _require_follows(pipeline, tensor.shape[axes.index("layers")])

@@ -54,3 +54,18 @@ def test_stages_that_leave_or_repeat_a_layer_are_refused(layers):
     stages = [[Stage((k,), span) for k, span in enumerate(layers)]]
     with pytest.raises(LayoutError, match="do not cut 4 layers end to end"):
         staged_layout(space(4), AXES, stages, last=LAST)
+
+
+@pytest.mark.parametrize(("pp", "holders"), [(1, [0, 1]), (2, [0, 1, 2, 3]), (3, [0, 1, 4, 5])])
+def test_a_tied_table_is_at_both_ends_and_nowhere_between(pp, holders):
+    tensors, tied = space(6), frozenset({"embed"})
+    layout = strategy_layout(tensors, AXES, Strategy.parse(f"pp{pp}.tp2"), last=LAST, tied=tied)
+    (table,) = (t for x, t in zip(tensors, layout.tilings, strict=True) if x.path == "embed")
+    assert table.devices.tolist() == holders
+    for device in holders:
+        assert table.region_of(device).lo.tolist() == [[3 * (device % 2), 0]]
+    borders = np.arange(pp + 1) * 6 // pp
+    stages = [[Stage((2 * k, 2 * k + 1), (int(borders[k]), int(borders[k + 1]))) for k in range(pp)]]
+    assert [t.key for t in staged_layout(tensors, AXES, stages, last=LAST, tied=tied).tilings] == [
+        t.key for t in layout.tilings
+    ]
