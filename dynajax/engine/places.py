@@ -20,9 +20,11 @@ from dynajax.engine import _jax_private as private
 from dynajax.engine.tree import Bundle, Held, Leaf, Stored
 from dynajax.errors import LayoutError, TargetError, TopologyError
 from dynajax.meshes import Topology
+from dynajax.planner import Plan
 from dynajax.vps import Arrays, Layout, Space, Tensor, Tiling, named_tiling, stored_tiling
 from dynajax.vps.parts import joined, parts_tiling
 from dynajax.vps.region import Ints
+from dynajax.vps.tiling import sums
 
 Place = tuple[jax.Device, str | None]
 
@@ -58,6 +60,19 @@ class Places:
         """Number of each device of a sharding, in that sharding's memory."""
         kind = memory_kind(sharding)
         return {d: self.number[d, kind] for d in sharding.device_set}
+
+    def by_tier(self, plan: Plan) -> dict[str, int]:
+        """Bytes that a plan moves over each kind of link; see ``Report``."""
+        traffic, topology = plan.traffic, plan.topology
+        if topology is not None:
+            names = [tier.name for tier in topology.tiers]
+            tier = topology.between(traffic.sender, traffic.receiver)
+        else:
+            names = ["device", "process", "network"]
+            process = np.asarray([device.process_index for device, _ in self.places])
+            apart = process[traffic.sender] != process[traffic.receiver]
+            tier = self.differ(traffic.sender, traffic.receiver).astype(np.int64) + apart
+        return dict(zip(names, sums(tier, traffic.nbytes, len(names)).tolist(), strict=True))
 
     def links(self, topology: Topology) -> Topology:
         """The links between the places, given those between devices by their ids.

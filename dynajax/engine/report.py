@@ -31,6 +31,8 @@ class Report:
         bytes_moved: what devices needed and did not hold.
         bytes_retained: what they held already.
         bytes_lower_bound: the least that any plan must move.
+        bytes_by_tier: bytes moved by the nearest kind of link that joins sender and receiver: the tiers of the
+            topology that the plan was made for, or else "device" (between its memories), "process" and "network".
         peak_extra_bytes: the most that a device held above its base (see ``dynajax.reshard``).
         budget_bytes: what it was allowed to hold above its base.
         stages: steps that the budget made of the move.
@@ -52,6 +54,7 @@ class Report:
     bytes_moved: int
     bytes_retained: int
     bytes_lower_bound: int
+    bytes_by_tier: dict[str, int]
     peak_extra_bytes: int
     budget_bytes: int
     stages: int
@@ -64,8 +67,9 @@ class Report:
         """The report in a line."""
         parts = ", ".join(f"{p} {getattr(self, p + '_s') * 1e3:.1f}" for p in PHASES if getattr(self, p + "_s") > 0)
         moved, least = format_bytes(self.bytes_moved), format_bytes(self.bytes_lower_bound)
+        tiers = "".join(f"; {tier} {format_bytes(n)}" for tier, n in self.bytes_by_tier.items() if n)
         return (
-            f"moved {moved} by {self.path} (lower bound {least}), retained {format_bytes(self.bytes_retained)}, "
+            f"moved {moved} by {self.path} (lower bound {least}{tiers}), retained {format_bytes(self.bytes_retained)}, "
             f"peak +{format_bytes(self.peak_extra_bytes)} of {format_bytes(self.budget_bytes)}, "
             f"{self.total_s * 1e3:.1f} ms ({parts})"
         )

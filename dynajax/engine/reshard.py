@@ -124,8 +124,7 @@ def reshard(
         commit: when a donated source is given up. ``"staged"``: stage by stage, so that memory stays flat; after an
             error in a later stage the state has to come from a snapshot. ``"safe"``: only when the whole target is
             there and compared with it (as by ``check``); after an error the source is whole.
-        snapshot: what to go on from if a staged move fails, such as the folder of a checkpoint; the error and the
-            report name it.
+        snapshot: what to go on from if a staged move fails, such as a checkpoint's folder; errors and reports name it.
         check: replicas of the source must agree, and every moved byte must equal its source.
         plan: a plan made earlier by ``plan_reshard`` for this state and these targets; its budget and ``donate`` hold.
         stored: a tree of ``Stored`` for arrays that store their tensors padded or in another order, or of ``Bundle``
@@ -167,6 +166,7 @@ def reshard(
         all_leaves[index] = array
     report = watch.report(
         plan,
+        bytes_by_tier=places.by_tier(plan),
         peak_extra_bytes=peak_extra(plan, transport.overhead),
         leaves=len(leaves),
         path=path,

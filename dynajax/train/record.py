@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from dynajax.engine import Report
+
 
 @dataclass(frozen=True)
 class PipelineShare:
@@ -64,26 +66,17 @@ class StepReport:
     idle_share: float | None = None
 
 
-@dataclass(frozen=True)
-class SwitchReport:
-    """One change of strategy, at the boundary before ``step``.
+@dataclass(frozen=True, kw_only=True)
+class SwitchReport(Report):
+    """One change of strategy, at the boundary before ``step``, and how the state was moved.
+
+    ``plan_s`` and ``compile_s`` also hold what had to be waited for because it was not prepared.
 
     Attributes:
         step: number of the first step under the new strategy.
         source: the placement before.
         target: the placement after.
-        pause_s: seconds from the end of one step until the next may start; holds all times below.
-        plan_s: making the plan, or checking one that was ready.
-        compile_s: compiling, 0 if everything was compiled before.
-        group_s: preparing communication.
-        pack_s: packing.
-        move_s: moving.
-        unpack_s: unpacking.
-        bytes_moved: bytes that devices needed and did not hold, over all devices.
-        bytes_retained: bytes that stayed where they were.
-        bytes_lower_bound: the least that any plan must move.
-        peak_extra_bytes: live bytes above the larger of both states, on the worst device.
-        budget_bytes: what ``peak_extra_bytes`` may reach.
+        pause_s: seconds from the end of one step until the next may start.
         prepared: the step and the plan were ready before the pause.
     """
 
@@ -91,17 +84,6 @@ class SwitchReport:
     source: str
     target: str
     pause_s: float
-    plan_s: float
-    compile_s: float
-    group_s: float
-    pack_s: float
-    move_s: float
-    unpack_s: float
-    bytes_moved: int
-    bytes_retained: int
-    bytes_lower_bound: int
-    peak_extra_bytes: int
-    budget_bytes: int
     prepared: bool
 
 

@@ -151,22 +151,13 @@ class Trainer:
         except (RuntimeError, MemoryError, OSError) as error:
             raise SwitchError(f"the move from {move} failed: {error}; {_left_of(self.state, self.snapshot)}") from error
         self.state, self.placement = state, move.target
+        waited: dict[str, Any] = {"plan_s": plan_s + report.plan_s, "compile_s": compile_s + report.compile_s}
         return SwitchReport(
+            **vars(report) | waited,
             step=self.next_step,
             source=str(move.source),
             target=str(move.target),
             pause_s=time.perf_counter() - start,
-            plan_s=plan_s + report.plan_s,
-            compile_s=compile_s + report.compile_s,
-            group_s=report.group_s,
-            pack_s=report.pack_s,
-            move_s=report.move_s,
-            unpack_s=report.unpack_s,
-            bytes_moved=report.bytes_moved,
-            bytes_retained=report.bytes_retained,
-            bytes_lower_bound=report.bytes_lower_bound,
-            peak_extra_bytes=report.peak_extra_bytes,
-            budget_bytes=report.budget_bytes,
             prepared=prepared,
         )
 

@@ -13,7 +13,9 @@ from engine.states import PLACEMENTS, P, assert_same_bits, bytes_not_held, host_
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 import dynajax as dj
+from dynajax.engine import plan_reshard
 from dynajax.engine.reshard import Path
+from dynajax.meshes import Tier, Topology
 
 NAMES = list(PLACEMENTS)
 
@@ -210,3 +212,16 @@ def test_returning_to_a_known_layout_traces_nothing() -> None:
         assert s["weak"].aval.weak_type
         assert s["weak"].committed
     assert len(traces) == 1
+
+
+def test_a_report_says_over_which_links_the_bytes_went():
+    source = {"a": jax.device_put(np.arange(32.0), jax.devices()[0]), "b": jax.device_put(np.ones(8), jax.devices()[1])}
+    target = NamedSharding(Mesh(np.asarray(jax.devices()[:8]), ("x",)), P("x"))
+    pinned = {"a": target, "b": SingleDeviceSharding(jax.devices()[1], memory_kind="pinned_host")}
+    _, report = dj.reshard(source, pinned)
+    assert report.bytes_by_tier == {"device": source["b"].nbytes, "process": source["a"].nbytes * 7 // 8, "network": 0}
+    assert sum(report.bytes_by_tier.values()) == report.bytes_moved
+    tiers = [(Tier("memory", 1e12, 0.0), 1), (Tier("near", 1e11, 0.0), 2), (Tier("far", 1e10, 0.0), 0)]
+    plan = plan_reshard({"a": source["a"]}, target, topology=Topology.regular("pairs", tiers, 8))
+    _, report = dj.reshard({"a": source["a"]}, target, plan=plan)
+    assert report.bytes_by_tier == {"memory": 0, "near": source["a"].nbytes // 8, "far": source["a"].nbytes * 6 // 8}

@@ -1,11 +1,14 @@
 import json
+from typing import Any
 
 from dynajax.train.record import Record, StepReport, SwitchReport, as_event, drop_since
 
 STEP_FIELDS = {"event", "step", "loss", "tokens", "samples", "strategy", "step_s"}
 SWITCH_FIELDS = {
-    *("event", "step", "from", "to", "pause_s", "plan_s", "compile_s", "group_s", "pack_s", "move_s", "unpack_s"),
-    *("bytes_moved", "bytes_retained", "bytes_lower_bound", "peak_extra_bytes", "budget_bytes", "prepared"),
+    *("event", "step", "from", "to", "pause_s", "prepared"),
+    *("plan_s", "compile_s", "group_s", "pack_s", "move_s", "unpack_s", "verify_s", "free_s", "total_s"),
+    *("bytes_moved", "bytes_retained", "bytes_lower_bound", "bytes_by_tier", "peak_extra_bytes", "budget_bytes"),
+    *("stages", "leaves", "path", "commit", "snapshot"),
 }
 
 
@@ -14,7 +17,9 @@ def step(number: int) -> StepReport:
 
 
 def switch(number: int) -> SwitchReport:
-    return SwitchReport(number, "dp8", "tp8", 0.5, 0.1, 0.0, 0.0, 0.0, 0.2, 0.0, 10, 20, 10, 5, 64, True)
+    moved: dict[str, Any] = dict.fromkeys(SWITCH_FIELDS - {"event", "from", "to"}, 8)
+    named = {"source": "dp8", "target": "tp8", "step": number, "prepared": True, "bytes_by_tier": {"process": 8}}
+    return SwitchReport(**moved | named)
 
 
 def test_events_have_the_promised_fields():
