@@ -38,6 +38,11 @@ def device_order(sharding: Sharding) -> tuple[jax.Device, ...]:
     return tuple(sharding._addressable_device_assignment)
 
 
+def shards(array: jax.Array) -> list[jax.Array]:
+    """What an array is made of on each device, in the order of ``device_order``."""
+    return list(array._arrays)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class Disowner:
     """Marks arrays as deleted whose buffers live on in other arrays.
 

@@ -10,10 +10,10 @@ from typing import Self
 import jax
 
 from dynajax.engine import _jax_private as private
-from dynajax.engine.bundles import Bundles
 from dynajax.engine.check import check_moved
 from dynajax.engine.places import Places
 from dynajax.engine.report import Stopwatch
+from dynajax.engine.shared_memory import SharedMemory
 from dynajax.engine.transport import Transport
 from dynajax.engine.tree import Held, Leaf
 from dynajax.planner import Move, Plan
@@ -44,7 +44,7 @@ def execute(
         check: compare every copied piece with its source.
         snapshot: what an error names to go on from.
     """
-    bundles = Bundles(places, watch)
+    bundles = transport if isinstance(transport, SharedMemory) else SharedMemory(places, watch)
     moved: dict[int, jax.Array] = {}
     unread = Counter({source: source.tensors for leaf in leaves for source in leaf.sources})
     with _Remains(plan, snapshot) as remains:
@@ -53,7 +53,7 @@ def execute(
             made = _alone(
                 [(move, leaf) for move, leaf in pairs if leaf.is_alone], places, transport, watch, share, check
             )
-            made |= bundles.run([(move, leaf) for move, leaf in pairs if not leaf.is_alone], check)
+            made |= bundles.fill([(move, leaf) for move, leaf in pairs if not leaf.is_alone], share, check)
             moved |= made
             unread.subtract(source for _, leaf in pairs for source in leaf.sources)
             if plan.donate:

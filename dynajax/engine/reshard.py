@@ -13,7 +13,6 @@ from jax.core import Tracer
 
 from dynajax.bytesize import format_bytes, parse_bytes
 from dynajax.engine import xla
-from dynajax.engine.bundles import Bundles
 from dynajax.engine.check import check_replicas
 from dynajax.engine.execute import execute, give_up, peak_extra
 from dynajax.engine.keys import is_key
@@ -87,7 +86,7 @@ def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None
     transport = _transport(_checked_path(path, places), places, Stopwatch(), plan.budget, unique)
     try:
         _checked(plan, unique, places, transport, safe=False)
-        bundles = Bundles(places, Stopwatch())
+        bundles = SharedMemory(places, Stopwatch())
         for pairs in ([(plan.moves[k], unique[k]) for k in stage] for stage in plan.stages):
             transport.prepare([(move, leaf) for move, leaf in pairs if leaf.is_alone])
             bundles.prepare([(move, leaf) for move, leaf in pairs if not leaf.is_alone])

@@ -1,245 +1,254 @@
-"""Move by copies in shared memory: all CPU devices of a process live in one address space.
+"""Move by copies in the memory of the host: all CPU devices of a process live in one address space.
 
-Target shards are filled by strided copies from where the source shards lie, and become arrays without
-a further copy. Large ones lie in memory that XLA owns, so that the next step can donate them; small
-ones of a leaf lie side by side in one aligned slab of numpy. Elements travel as raw words, so that no
-bit pattern can change.
+Target shards are filled by strided copies from where the source shards lie, and become arrays without a further copy;
+the shards of other devices pass through the memory of the host. An array is made when the first of its tensors
+arrives and finished when the last is there: nearly always one tensor, which is alone in it. Large shards lie in memory
+that XLA owns, so that the next step can donate them; all others of an array lie side by side in one aligned slab of
+numpy. Elements travel as raw words, so that no bit pattern can change, but where parts are summed.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 
+from dynajax.engine import _jax_private as private
 from dynajax.engine import uninitialised
 from dynajax.engine.batches import batches
-from dynajax.engine.host_view import Copy, View, bytes_of, word_of
-from dynajax.engine.places import Places
+from dynajax.engine.boxes import Box
+from dynajax.engine.host_view import View, bytes_of, same_bytes, word_of
+from dynajax.engine.places import Places, shards_of
+from dynajax.engine.recipe import Outline, Recipe, Recipes
 from dynajax.engine.report import Stopwatch
-from dynajax.engine.transport import Outline, Stage
-from dynajax.engine.tree import Leaf
-from dynajax.engine.words import is_packed
+from dynajax.engine.transport import Stage
+from dynajax.engine.tree import Held, Leaf, located
+from dynajax.errors import CheckError
 from dynajax.planner import Move
 from dynajax.vps.buffer import view
 
 _ALIGNMENT = 64
 _THREADS = 2
-_BATCH_BYTES = 1 << 22
-_WORTH_A_CALL = 1 << 15
-
-_T = TypeVar("_T", bound="_Shards")
 
 
 class SharedMemory:
-    """The transport for CPU devices of one process."""
+    """The transport for CPU devices of one process; of arrays that store parts of tensors, for any devices.
+
+    Args:
+        places: what the plan's numbers mean.
+        watch: where the time goes.
+        recipes: what is known of the plan's stages from an earlier move.
+    """
 
     name = "shared memory"
     overhead = 0
 
-    def __init__(self, places: Places, watch: Stopwatch) -> None:
-        self._places = places
-        self._watch = watch
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="dynajax-copy")
+    def __init__(self, places: Places, watch: Stopwatch, recipes: Recipes | None = None) -> None:
+        self._places, self._watch = places, watch
+        self._recipes = recipes or Recipes(places)
+        self._open: dict[Held, _Unfinished] = {}
+        self._pool = ThreadPoolExecutor(_THREADS - 1, thread_name_prefix="dynajax-copy")
 
     def run(self, stage: Stage, share: bool) -> list[jax.Array]:
         """See ``Transport.run``."""
+        made = self.fill(stage, share)
+        return [made[leaf.index] for _, leaf in stage]
+
+    def fill(self, stage: Stage, share: bool, check: bool = False) -> dict[int, jax.Array]:
+        """Fill the arrays that a stage fills, and return those that are whole now, by their place in the tree.
+
+        Args:
+            stage: tensors to move, in arrays of their own or not.
+            share: see ``Transport.run``.
+            check: compare every copied box with its source.
+
+        Raises:
+            CheckError: ``check`` found bytes that differ.
+        """
         with self._watch.phase("group"):
-            fills = [_Fill(move, leaf, self._places) for move, leaf in stage]
-            kinds = _by_kind(fills)
-        self._compile(kinds)
+            recipe = self._recipes.of(stage)
+        self._compile(recipe)
         with self._watch.phase("group"):
-            for kind, alike in kinds.items():
-                _allocate(kind, alike)
-            for fill in fills:
-                fill.clear_padding()
-            # What is passed on has to have come first.
-            turns = [[copy for fill in fills for copy in fill.copies(relayed)] for relayed in (False, True)]
+            self._begin(recipe, stage)
+            buffers = self._buffers(recipe, stage)
         with self._watch.phase("move"):
-            whole = _send_whole(fills)
-            for copies in turns:
-                list(self._pool.map(_copy_batch, _batches(copies)))
-            jax.block_until_ready(whole)
+            sent = self._send_whole(recipe)
+            for turn in recipe.turns:
+                self._copy(turn, buffers)
+            jax.block_until_ready(sent)
+        if check:
+            with self._watch.phase("verify"):
+                for move, leaf in stage:
+                    self._compare(move, leaf)
         with self._watch.phase("unpack"):
-            return [fill.target(share) for fill in fills]
+            return self._finished(stage, share)
 
     def prepare(self, stage: Stage) -> None:
         """See ``Transport.prepare``."""
-        self._compile(_by_kind(_Shards(move, leaf, self._places) for move, leaf in stage))
-
-    def _compile(self, kinds: Mapping[Kind, Sequence[_Shards]]) -> None:
-        """Have the programs that allocate."""
-        with self._watch.compiling(uninitialised.compiled_so_far):
-            for kind, alike in kinds.items():
-                if kind.is_owned_by_xla:
-                    for count in batches(len(alike)):
-                        uninitialised.allocator(kind.devices, kind.shape, kind.dtype, count)
+        self._compile(self._recipes.of(stage))
 
     def close(self) -> None:
         """See ``Transport.close``."""
         self._pool.shutdown()
 
+    def _compile(self, recipe: Recipe) -> None:
+        """Have the programs that allocate."""
+        with self._watch.compiling(uninitialised.compiled_so_far):
+            for kind, arrays in recipe.kinds.items():
+                if kind.is_owned_by_xla:
+                    for count in batches(len(arrays)):
+                        uninitialised.allocator(kind.devices, kind.shape, kind.dtype, count)
 
-@dataclass(frozen=True)
-class Kind:
-    """What target shards have to be alike in to be allocated together.
+    def _begin(self, recipe: Recipe, stage: Stage) -> None:
+        """Allocate the arrays that no stage has begun yet."""
+        for move, leaf in stage:
+            for held in leaf.targets:
+                if held in recipe.opened and held not in self._open:
+                    pieces = (
+                        shards_of(leaf.sources[0].array, self._places)
+                        if len(move.kept) or recipe.targets[held].whole
+                        else {}
+                    )
+                    self._open[held] = _Unfinished(held, recipe.targets[held], leaf.sources[0].array, pieces)
+        for kind, arrays in recipe.kinds.items():
+            new = [self._open[held] for held in arrays]
+            if kind.is_owned_by_xla:
+                made = uninitialised.allocate(kind.devices, kind.shape, kind.dtype, len(new))
+                for unfinished, shards in zip(new, made, strict=True):
+                    unfinished.own(shards)
+            else:
+                for unfinished in new:
+                    unfinished.buffers.insert(0, _aligned(kind.room * len(kind.devices)))
+        for held, places in recipe.opened.items():
+            self._open[held].clear(places)
+
+    def _buffers(self, recipe: Recipe, stage: Stage) -> list[View]:
+        """The table that boxes speak of."""
+        table = [buffer for held in recipe.targets for buffer in self._open[held].buffers]
+        for row, source, places in recipe.reads:
+            pieces = shards_of(stage[row][1].sources[source].array, self._places)
+            table += (bytes_of(pieces[n]) for n in places)
+        return table
+
+    def _send_whole(self, recipe: Recipe) -> list[jax.Array]:
+        """Begin to copy shards that move as they are: JAX does that faster than we do, into memory of its own."""
+        new = [self._open[held] for held in recipe.opened]
+        moves = [(one, n, one.pieces[source]) for one in new for n, source in one.outline.whole.items()]
+        if not moves:
+            return []
+        devices = [self._places.places[n][0] for _, n, _ in moves]
+        sent = jax.device_put([piece for *_, piece in moves], devices)
+        for (one, n, _), shard in zip(moves, sent, strict=True):
+            one.owned[n] = shard
+        return sent
+
+    def _copy(self, turn: Sequence[Sequence[Box]], buffers: list[View]) -> None:
+        """Copy the batches of a turn, this thread and another each taking the next one."""
+        left = iter(turn)
+        others = [self._pool.submit(_copy_batches, left, buffers) for _ in range(min(len(turn), _THREADS) - 1)]
+        _copy_batches(left, buffers)
+        for other in others:
+            other.result()
+
+    def _compare(self, move: Move, leaf: Leaf) -> None:
+        """Raise if a box is not that of its source, or not the sum of its parts."""
+        c = move.copies
+        dtype = self._open[leaf.targets[0]].outline.kind.dtype if c.added.any() else word_of(move.tensor.itemsize)
+        filled = [self._open[held].shards() for held in leaf.targets]
+        held = [{n: bytes_of(x) for n, x in shards_of(source.array, self._places).items()} for source in leaf.sources]
+        read, read_at = located(leaf.sources, c.source_offset)
+        passed, passed_at = located(leaf.targets, c.source_offset)
+        target, target_at = located(leaf.targets, c.target_offset)
+        sent: Any = None
+        for k, extent in enumerate(c.extent.tolist()):
+            array, at = (filled[passed[k]], passed_at) if c.relayed[k] else (held[read[k]], read_at)
+            part = view(array[int(c.source[k])].view(dtype), int(at[k]), c.source_stride[k].tolist(), extent)
+            sent = sent + part if c.added[k] else part
+            if c.added[k + 1 : k + 2].any():
+                continue
+            place, stride = int(c.target[k]), c.target_stride[k].tolist()
+            if not same_bytes(sent, view(filled[target[k]][place].view(dtype), int(target_at[k]), stride, extent)):
+                raise CheckError(f"{move.tensor.path}: the bytes of place {place} are not those of its source")
+
+    def _finished(self, stage: Stage, share: bool) -> dict[int, jax.Array]:
+        whole: dict[int, jax.Array] = {}
+        for held in (held for _, leaf in stage for held in leaf.targets):
+            self._open[held].missing -= 1
+            if not self._open[held].missing:
+                whole[held.index] = self._open.pop(held).array(share)
+        return whole
+
+
+class _Unfinished:
+    """A target array of which not all tensors have arrived.
 
     Attributes:
-        devices: those whose buffer does not stay, in target order.
-        shape, dtype: of one physical shard.
-        in_default_memory: False for shards in a host memory kind.
+        missing: how many tensors it lacks.
+        pieces: the source shards, if some stay or move as they are.
+        buffers: in the order of the outline.
+        owned: shards that XLA made, by place.
     """
 
-    devices: tuple[jax.Device, ...]
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    in_default_memory: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one shard."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def is_owned_by_xla(self) -> bool:
-        """True for shards worth a call of XLA: their memory can be donated by the next step."""
-        large = bool(self.devices) and bool(self.shape) and self.nbytes >= _WORTH_A_CALL
-        return large and self.in_default_memory and not is_packed(self.dtype)
-
-
-class _Shards(Outline):
-    """The target shards of one leaf.
-
-    Attributes:
-        whole: places whose shard is a source shard of another device, each with that shard's place.
-        kind: what the others that do not stay are like.
-    """
-
-    def __init__(self, move: Move, leaf: Leaf, places: Places) -> None:
-        super().__init__(move, leaf, places)
-        self.kind = Kind(self.filled, self.shape, self.dtype, self.is_in_default_memory)
-        self.whole = self._whole() if self.kind.is_owned_by_xla else {}
-        if self.whole:
-            rest = tuple(d for d in self.filled if self.number[d] not in self.whole)
-            self.kind = replace(self.kind, devices=rest)
-
-    def _whole(self) -> dict[int, int]:
-        c, source = self.move.copies, self.leaf.source
-        elements = math.prod(self.shape) // math.prod(self.inner)
-        if self.shape != (*source.sharding.shard_shape(source.array_shape), *self.inner) or c.relayed.any():
-            return {}
-        moved = self._places.differ(c.source, c.target) & (c.volumes == elements)
-        rows = np.flatnonzero(moved & (c.source_offset == 0) & (c.target_offset == 0))
-        alike = ((c.source_stride == c.target_stride) | (c.extent == 1))[rows].all(axis=1)
-        return dict(zip(c.target[rows[alike]].tolist(), c.source[rows[alike]].tolist(), strict=True))
-
-
-class _Fill(_Shards):
-    """One leaf on its way: its source shards, and the buffers of its target shards."""
-
-    def __init__(self, move: Move, leaf: Leaf, places: Places) -> None:
-        super().__init__(move, leaf, places)
-        self._sources = self.pieces()
-        self.slab: dict[int, View] = {}
+    def __init__(self, held: Held, outline: Outline, like: Any, pieces: dict[int, jax.Array]) -> None:
+        self.outline, self.pieces = outline, pieces
+        self.missing = held.tensors
+        self.buffers: list[View] = [bytes_of(pieces[n]) for n in sorted(outline.kept)]
         self.owned: dict[int, jax.Array] = {}
+        self._held, self._like = held, like
 
-    def clear_padding(self) -> None:
-        """Zeros in buffers that the copies do not fill."""
-        if not self.leaf.target.is_plain:
-            for buffer in self.slab.values():
-                buffer[...] = 0
+    def own(self, shards: Sequence[jax.Array]) -> None:
+        """Take shards that XLA has allocated."""
+        self.owned |= zip(self.outline.made, shards, strict=True)
+        self.buffers[:0] = map(bytes_of, shards)
 
-    def copies(self, relayed: bool) -> list[Copy]:
-        """``(to, from)`` views of every box to copy out of a source, or to pass on out of a target."""
-        c, word = self.move.copies, word_of(self.move.tensor.itemsize)
-        rows = np.flatnonzero((c.relayed == relayed) & ~np.isin(c.target, list(self.whole)))
-        target = {n: b.view(word) for n, b in self.slab.items()}
-        source = target
-        if not relayed:
-            source = {n: bytes_of(self._sources[n]).view(word) for n in np.unique(c.source[rows]).tolist()}
-        columns = (c.target, c.source, c.extent, c.target_offset, c.target_stride, c.source_offset, c.source_stride)
-        return [
-            (view(target[t], to, ts, e), view(source[s], so, ss, e))
-            for t, s, e, to, ts, so, ss in zip(*(column[rows].tolist() for column in columns), strict=True)
-        ]
+    def clear(self, places: Sequence[int]) -> None:
+        """Zeros at places that copies do not fill."""
+        for number, start in map(self.outline.buffers.__getitem__, places):
+            self.buffers[number][start : start + self.outline.kind.nbytes] = 0
 
-    def whole_pieces(self) -> list[tuple[int, jax.Array, jax.Device]]:
-        """Source shards that move as they are: for which place, which, and to which device."""
-        device = {n: d for d, n in self.number.items()}
-        return [(n, self._sources[source], device[n]) for n, source in self.whole.items()]
+    def shards(self) -> dict[int, View]:
+        """The bytes of the shard at each place."""
+        room, buffers = self.outline.kind.nbytes, self.outline.buffers.items()
+        made = {n: self.buffers[number][start : start + room] for n, (number, start) in buffers}
+        return made | {n: bytes_of(shard) for n, shard in self.owned.items()}
 
-    def target(self, share: bool) -> jax.Array:
-        """The target array."""
-        kept = {n: piece if share else np.asarray(piece) for n, piece in self._sources.items() if n in self.kept}
-        slab = {n: b.view(self.dtype).reshape(self.shape) for n, b in self.slab.items() if n not in self.owned}
-        return self.array(kept | slab | self.owned)
+    def array(self, share: bool) -> jax.Array:
+        """The array, once all is there."""
+        stored, base = self._held.stored, private.physical(self._like)
+        order = private.device_order(stored.sharding)
+        shape = (*stored.array_shape, *base.shape[self._like.ndim :])
+        shards = [self._shard(n, share) for n in self.outline.order]
+        made = private.assemble(shape, base, stored.sharding, shards, order)
+        return made if base is self._like else jax.random.wrap_key_data(made, impl=jax.random.key_impl(self._like))
 
-
-def _by_kind(outlines: Iterable[_T]) -> dict[Kind, list[_T]]:
-    groups: dict[Kind, list[_T]] = {}
-    for outline in outlines:
-        groups.setdefault(outline.kind, []).append(outline)
-    return groups
+    def _shard(self, place: int, share: bool) -> Any:
+        if place in self.outline.kept:
+            return self.pieces[place] if share else np.asarray(self.pieces[place])
+        if place in self.owned:
+            return self.owned[place]
+        number, start = self.outline.buffers[place]
+        return np.ndarray(self.outline.kind.shape, self.outline.kind.dtype, self.buffers[number], start)
 
 
-def _allocate(kind: Kind, fills: list[_Fill]) -> None:
-    """Give the fills their target buffers: XLA's own where shards are large, else slabs of numpy."""
-    if kind.is_owned_by_xla:
-        made = uninitialised.allocate(kind.devices, kind.shape, kind.dtype, len(fills))
-        for fill, shards in zip(fills, made, strict=True):
-            fill.owned |= {fill.number[d]: shard for d, shard in shards.items()}
-            fill.slab = {n: bytes_of(shard) for n, shard in fill.owned.items()}
-        return
-    room = -(-kind.nbytes // _ALIGNMENT) * _ALIGNMENT
-    for fill in fills:
-        slab = np.empty(room * len(kind.devices) + _ALIGNMENT, np.uint8)
-        start = -slab.ctypes.data % _ALIGNMENT
-        for k, device in enumerate(kind.devices):
-            fill.slab[fill.number[device]] = slab[start + k * room : start + k * room + kind.nbytes]
+def _aligned(nbytes: int) -> View:
+    """Bytes at an address that devices can use where it lies."""
+    slab = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -slab.ctypes.data % _ALIGNMENT
+    return slab[start : start + nbytes]
 
 
-def _send_whole(fills: Iterable[_Fill]) -> list[jax.Array]:
-    """Begin to copy shards that move as they are: JAX does that faster than we do, into memory of its own."""
-    moves = [(fill, *piece) for fill in fills for piece in fill.whole_pieces()]
-    sent = jax.device_put([piece for _, _, piece, _ in moves], [device for *_, device in moves]) if moves else []
-    for (fill, number, _, _), piece in zip(moves, sent, strict=True):
-        fill.owned[number] = piece
-    return sent
+def _copy_batches(left: Iterator[Sequence[Box]], buffers: list[View]) -> None:
+    for batch in left:
+        _copy_batch(batch, buffers)
 
 
-def _copy_batch(batch: list[Copy]) -> None:
-    for to, source in batch:
-        np.copyto(to, source)
-
-
-def _batches(copies: Iterable[Copy]) -> list[list[Copy]]:
-    """Runs of copies of a few MB each, so that threads share the work and small copies share a call."""
-    batches: list[list[Copy]] = []
-    room = 0
-    for copy in _split(copies):
-        if room <= 0:
-            batches.append([])
-            room = _BATCH_BYTES
-        batches[-1].append(copy)
-        room -= copy[0].nbytes
-    return batches
-
-
-def _split(copies: Iterable[Copy]) -> Iterable[Copy]:
-    """Cut copies larger than a batch along their longest dim."""
-    for to, source in copies:
-        parts = -(-to.nbytes // _BATCH_BYTES)
-        dim = max(range(to.ndim), key=lambda d: to.shape[d], default=0)
-        if parts <= 1 or to.shape[dim] < parts:
-            yield to, source
-            continue
-        cuts = [to.shape[dim] * k // parts for k in range(parts + 1)]
-        lead = (slice(None),) * dim
-        for a, b in itertools.pairwise(cuts):
-            yield to[(*lead, slice(a, b))], source[(*lead, slice(a, b))]
+def _copy_batch(batch: Sequence[Box], buffers: list[View]) -> None:
+    for box in batch:
+        to, source = box.views(buffers)
+        if box.added:
+            np.add(to, source, out=to)
+        else:
+            np.copyto(to, source)

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dynajax.engine import _jax_private as private
 from dynajax.engine.batches import batches
 
 _TARGET = "dynajax_uninitialised"
@@ -108,10 +109,10 @@ def compiled_so_far() -> int:
 
 def allocate(
     devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: np.dtype[Any], count: int
-) -> list[dict[jax.Device, jax.Array]]:
-    """``count`` times one unwritten array of ``shape`` on each of the CPU ``devices``."""
+) -> list[list[jax.Array]]:
+    """``count`` times one unwritten array of ``shape`` on each of the CPU ``devices``, in their order."""
     programs = [allocator(tuple(devices), shape, dtype, n) for n in batches(count)]
     # Waited for with the interpreter's lock let go, which the custom call needs: asking an unfinished array for its
     # address would wait with the lock held, and for ever.
     arrays = [a for program in programs for a in jax.block_until_ready(program())]
-    return [{shard.device: shard.data for shard in array.addressable_shards} for array in arrays]
+    return [private.shards(array) for array in arrays]

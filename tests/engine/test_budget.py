@@ -266,7 +266,7 @@ def test_many_leaves_share_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = jax.device_put([np.full(16, k, np.float32) for k in range(300)], on)
     batches: list[int] = []
     copy = shared_memory._copy_batch
-    monkeypatch.setattr(shared_memory, "_copy_batch", lambda b: (batches.append(len(b)), copy(b))[1])
+    monkeypatch.setattr(shared_memory, "_copy_batch", lambda b, buffers: (batches.append(len(b)), copy(b, buffers))[1])
     moved, _ = dj.reshard(tree, NamedSharding(mesh("sixteen"), P("fsdp")))
     assert len(batches) == 1
     assert all(np.array_equal(x, np.full(16, k, np.float32)) for k, x in enumerate(moved))

@@ -405,9 +405,9 @@ def test_what_a_plan_for_nodes_relays_is_passed_on() -> None:
 def test_padding_of_large_targets_is_zero_whatever_lay_in_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = uninitialised.allocate
 
-    def dirty(*args: Any) -> list[dict[jax.Device, jax.Array]]:
+    def dirty(*args: Any) -> list[list[jax.Array]]:
         made = allocate(*args)
-        for shard in (shard for shards in made for shard in shards.values()):
+        for shard in (shard for shards in made for shard in shards):
             bytes_of(shard)[...] = 0xA5
         return made
 

@@ -84,7 +84,9 @@ def test_a_prepared_move_compiles_nothing(compiles: list[str], path: Path) -> No
 def test_shards_that_move_whole_are_copied_by_jax_into_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
     copy = shared_memory._copy_batch
-    monkeypatch.setattr(shared_memory, "_copy_batch", lambda b: (copied.extend(to.nbytes for to, _ in b), copy(b))[1])
+    monkeypatch.setattr(
+        shared_memory, "_copy_batch", lambda b, buffers: (copied.extend(box.nbytes for box in b), copy(b, buffers))[1]
+    )
     source = {k: jax.block_until_ready(jax.device_put(v, _on("tp8")[k])) for k, v in _host().items()}
     pointers = {s.data.unsafe_buffer_pointer() for x in source.values() for s in x.addressable_shards}
     moved, report = dj.reshard(source, _on("tp8 reversed"), check=True)
