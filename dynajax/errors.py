@@ -51,3 +51,7 @@ class RunError(DynajaxError):
 
 class TopologyError(DynajaxError):
     """A topology cannot be read, or lacks devices or links that a plan needs."""
+
+
+class AgreementError(DynajaxError):
+    """Processes that should do the same are about to do different things."""

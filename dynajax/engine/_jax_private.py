@@ -11,30 +11,43 @@ import numpy as np
 from jax._src import core
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import pxla
+from jax._src.random import prng
 from jax.sharding import Sharding, SingleDeviceSharding
 
 
 def assemble(
     shape: tuple[int, ...],
-    like: jax.Array,
+    like: Any,
     sharding: Sharding,
     buffers: Sequence[Any],
     devices: Sequence[jax.Device],
 ) -> jax.Array:
-    """An array with dtype and weak type of ``like`` made of one buffer a device, in the sharding's order.
+    """An array with dtype and weak type of ``like`` made of one buffer for each device of this process.
 
-    A numpy buffer that is aligned to 64 bytes is used where it lies; a jax array on its device is shared.
+    A numpy buffer that is aligned to 64 bytes is used where it lies; a jax array on its device is shared. Without any
+    buffer it is an array of which nothing is here.
+
+    Args:
+        shape: of the array.
+        like: an array, or a ``ShapeDtypeStruct``; if of keys, the buffers are of the numbers below them.
+        sharding: of the array.
+        buffers: one for each of ``devices``.
+        devices: see ``device_order``.
     """
-    aval = core.update_aval_with_sharding(core.ShapedArray(shape, like.dtype, weak_type=_weak(like)), sharding)
-    return pxla.batched_device_put(aval, sharding, buffers, devices, True)  # pyright: ignore[reportArgumentType]
+    dtype, inner = physical_element(like.dtype)
+    shaped = core.ShapedArray((*shape, *inner), dtype, weak_type=not inner and is_weak(like))
+    aval = core.update_aval_with_sharding(shaped, sharding)
+    made = pxla.batched_device_put(aval, sharding, buffers, devices, True)  # pyright: ignore[reportArgumentType]
+    return prng.random_wrap(made, impl=like.dtype._impl) if inner else made  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _weak(array: jax.Array) -> bool:
-    return bool(getattr(array.aval, "weak_type", False))
+def is_weak(x: Any) -> bool:
+    """True for an array, or what stands for one, of a weak type."""
+    return bool(getattr(getattr(x, "aval", x), "weak_type", False))
 
 
 def device_order(sharding: Sharding) -> tuple[jax.Device, ...]:
-    """Devices in the order in which an array with this sharding lists its shards."""
+    """Devices of this process in the order in which an array with this sharding lists its shards."""
     return tuple(sharding._addressable_device_assignment)
 
 
@@ -57,6 +70,9 @@ class Disowner:
         """Make ``array`` a deleted one; its buffers live as long as other arrays hold them."""
         kind = array.sharding.memory_kind
         order = device_order(array.sharding)
+        if not order:
+            array.delete()
+            return
         for device in order:
             if (device, kind) not in self._stand_ins:
                 place = SingleDeviceSharding(device, memory_kind=kind)

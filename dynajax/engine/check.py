@@ -1,58 +1,106 @@
-"""Do the replicas of the source agree, and is every moved byte that of its source?"""
+"""Do the replicas of the source agree, and is every moved byte that of its source?
+
+Each side hashes what lies on its devices, the hashes are told to all processes, and all compare the same ones: so all
+raise alike, and no byte travels for the comparison.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
+from numpy.typing import NDArray
 
-from dynajax.engine.host_view import View, bytes_of, same_bytes, word_of
+from dynajax.engine.host_view import View, bytes_of, word_of
 from dynajax.engine.places import Places, shards_of
+from dynajax.engine.processes import Processes
 from dynajax.engine.tree import Leaf, located
 from dynajax.errors import CheckError
 from dynajax.planner import Move, Plan
 from dynajax.vps import algebra
 from dynajax.vps.buffer import view
+from dynajax.vps.region import Ints
+
+Hashes = NDArray[np.uint64]
 
 
-def check_replicas(plan: Plan, leaves: Sequence[Leaf], places: Places) -> None:
+def check_replicas(plan: Plan, leaves: Sequence[Leaf], places: Places, processes: Processes) -> None:
     """Compare all devices that hold the same box.
 
     Raises:
         CheckError: naming the leaf and the devices that differ.
     """
+    hashes: list[Hashes] = []
     for move, leaf in zip(plan.moves, leaves, strict=True):
-        region, word = move.source.region, word_of(move.tensor.itemsize)
-        held = [shards_of(source.array, places) for source in leaf.sources]
+        region = move.source.region
+        held = [_buffers(source.array, move, places) for source in leaf.sources]
         array, offset = located(leaf.sources, region.offset)
-        _, _, box = algebra.unique_boxes(region.lo, region.hi)
-        first: dict[int, tuple[int, View]] = {}
-        for row, k in enumerate(box.tolist()):
-            holder, extent = int(move.source.holder[row]), (region.hi[row] - region.lo[row]).tolist()
-            buffer = bytes_of(held[int(array[row])][holder]).view(word)
-            mine = view(buffer, int(offset[row]), region.stride[row].tolist(), extent)
-            known, theirs = first.setdefault(k, (holder, mine))
-            if not same_bytes(mine, theirs):
-                raise CheckError(
-                    f"{move.tensor.path}: replicas differ between {places.places[known][0]} and "
-                    f"{places.places[holder][0]}; make them equal first, or move with check=False, which takes the "
-                    "first holder's values"
-                )
+        boxes = (array.tolist(), move.source.holder, offset, region.stride, region.hi - region.lo)
+        hashes.append(_hashes(held, *boxes))
+    for move, known in zip(plan.moves, _told(hashes, processes), strict=True):
+        _, _, box = algebra.unique_boxes(move.source.region.lo, move.source.region.hi)
+        _, first = np.unique(box, return_index=True)
+        differs = np.flatnonzero(known != known[first][box])
+        if len(differs):
+            a, b = (places.places[int(move.source.holder[row])][0] for row in (first[box[differs[0]]], differs[0]))
+            raise CheckError(
+                f"{move.tensor.path}: replicas differ between {a} and {b}; make them equal first, or move with "
+                "check=False, which takes the first holder's values"
+            )
 
 
-def check_moved(move: Move, leaf: Leaf, moved: jax.Array, places: Places) -> None:
-    """Compare what was copied of a tensor that is alone in its array with its source, while both are there.
+def check_moved(
+    pairs: Sequence[tuple[Move, Leaf]], moved: Sequence[jax.Array], places: Places, processes: Processes
+) -> None:
+    """Compare what was copied of tensors that are alone in their arrays with the source, while both are there.
 
     Raises:
         CheckError: naming the leaf and the device.
     """
-    c, word = move.copies, word_of(move.tensor.itemsize)
-    before, after = ({n: bytes_of(x).view(word) for n, x in shards_of(a, places).items()} for a in (leaf.array, moved))
-    for row in range(len(c.source)):
-        held, extent, target = after if c.relayed[row] else before, c.extent[row].tolist(), int(c.target[row])
-        sent = view(held[int(c.source[row])], int(c.source_offset[row]), c.source_stride[row].tolist(), extent)
-        came = view(after[target], int(c.target_offset[row]), c.target_stride[row].tolist(), extent)
-        if not same_bytes(sent, came):
-            raise CheckError(
-                f"{move.tensor.path}: the bytes that {places.places[target][0]} holds are not those of its source"
-            )
+    hashes: list[Hashes] = []
+    for (move, leaf), array in zip(pairs, moved, strict=True):
+        c = move.copies
+        held = [_buffers(a, move, places) for a in (leaf.array, array)]
+        hashes.append(_hashes(held, c.relayed.tolist(), c.source, c.source_offset, c.source_stride, c.extent))
+        hashes.append(_hashes(held, [1] * len(c.target), c.target, c.target_offset, c.target_stride, c.extent))
+    told = _told(hashes, processes)
+    for (move, _), sent, came in zip(pairs, told[::2], told[1::2], strict=True):
+        for row in np.flatnonzero(sent != came)[:1].tolist():
+            device = places.places[int(move.copies.target[row])][0]
+            raise CheckError(f"{move.tensor.path}: the bytes that {device} holds are not those of its source")
+
+
+def _buffers(array: Any, move: Move, places: Places) -> dict[int, View]:
+    """What lies in the shards of an array that are here, by place, in elements."""
+    word = word_of(move.tensor.itemsize)
+    return {n: bytes_of(shard).view(word) for n, shard in shards_of(array, places).items()}
+
+
+def _hashes(
+    held: Sequence[Mapping[int, View]], array: Sequence[int], place: Ints, offset: Ints, stride: Ints, extent: Ints
+) -> Hashes:
+    """Of boxes, one row each; 0 for those that are not here.
+
+    Args:
+        held: the buffers of some arrays by place.
+        array: which of them a box lies in.
+        place, offset, stride, extent: where in it.
+    """
+    made = np.zeros(len(place), np.uint64)
+    rows = zip(array, place.tolist(), offset.tolist(), stride.tolist(), extent.tolist(), strict=True)
+    for row, (k, number, first, strides, sizes) in enumerate(rows):
+        if number in held[k]:
+            box = np.ascontiguousarray(view(held[k][number], first, strides, sizes))
+            made[row] = int.from_bytes(hashlib.sha256(box.data).digest()[:8], "little")
+    return made
+
+
+def _told(hashes: Sequence[Hashes], processes: Processes) -> list[Hashes]:
+    """Hashes of which each process knows those of its own devices, all known."""
+    if not hashes:
+        return []
+    ends = np.cumsum([len(part) for part in hashes])
+    return np.split(processes.known_to_any(np.concatenate(hashes)), ends[:-1])

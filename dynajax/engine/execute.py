@@ -12,11 +12,12 @@ import jax
 from dynajax.engine import _jax_private as private
 from dynajax.engine.check import check_moved
 from dynajax.engine.places import Places
+from dynajax.engine.processes import Processes
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.shared_memory import SharedMemory
 from dynajax.engine.transport import Transport
 from dynajax.engine.tree import Held, Leaf
-from dynajax.planner import Move, Plan
+from dynajax.planner import Plan
 
 
 def execute(
@@ -24,6 +25,7 @@ def execute(
     leaves: Sequence[Leaf],
     places: Places,
     transport: Transport,
+    processes: Processes,
     watch: Stopwatch,
     *,
     share: bool,
@@ -39,6 +41,7 @@ def execute(
         leaves: one for each move of the plan.
         places: what the plan's numbers mean.
         transport: what carries the bytes.
+        processes: those that take part.
         watch: where the time goes.
         share: whether buffers that stay may be shared with the source, because it is given up now or later.
         check: compare every copied piece with its source.
@@ -50,9 +53,12 @@ def execute(
     with _Remains(plan, snapshot) as remains:
         for stage in plan.stages:
             pairs = [(plan.moves[k], leaves[k]) for k in stage]
-            made = _alone(
-                [(move, leaf) for move, leaf in pairs if leaf.is_alone], places, transport, watch, share, check
-            )
+            alone = [(move, leaf) for move, leaf in pairs if leaf.is_alone]
+            arrays = transport.run(alone, share) if alone else []
+            if check:
+                with watch.phase("verify"):
+                    check_moved(alone, arrays, places, processes)
+            made = {leaf.index: array for (_, leaf), array in zip(alone, arrays, strict=True)}
             made |= bundles.fill([(move, leaf) for move, leaf in pairs if not leaf.is_alone], share, check)
             moved |= made
             unread.subtract(source for _, leaf in pairs for source in leaf.sources)
@@ -62,18 +68,6 @@ def execute(
                     give_up(done, made.values())
                     remains.stages_done += 1
     return moved
-
-
-def _alone(
-    pairs: list[tuple[Move, Leaf]], places: Places, transport: Transport, watch: Stopwatch, share: bool, check: bool
-) -> dict[int, jax.Array]:
-    """The target arrays of tensors that are alone in theirs."""
-    arrays = transport.run(pairs, share) if pairs else []
-    if check:
-        with watch.phase("verify"):
-            for (move, leaf), array in zip(pairs, arrays, strict=True):
-                check_moved(move, leaf, array, places)
-    return {leaf.index: array for (_, leaf), array in zip(pairs, arrays, strict=True)}
 
 
 def give_up(sources: Iterable[Held], moved: Iterable[jax.Array]) -> None:
@@ -86,7 +80,7 @@ def give_up(sources: Iterable[Held], moved: Iterable[jax.Array]) -> None:
     disowner = private.Disowner()
     try:
         for source in sources:
-            if id(source.array) not in stay:
+            if isinstance(source.array, jax.Array) and id(source.array) not in stay:
                 disowner.disown(private.physical(source.array))
     finally:
         disowner.close()

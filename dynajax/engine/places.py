@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -50,6 +51,11 @@ class Places:
     def devices(self) -> tuple[jax.Device, ...]:
         """The devices, in the order of their ids."""
         return tuple(dict.fromkeys(device for device, _ in self.places))
+
+    @cached_property
+    def are_here(self) -> bool:
+        """True if all devices are of this process."""
+        return all(device.process_index == device.client.process_index() for device in self.devices)
 
     def differ(self, a: Ints, b: Ints) -> NDArray[np.bool_]:
         """True where places ``a[k]`` and ``b[k]`` are of different devices."""
@@ -94,8 +100,10 @@ def memory_kind(sharding: Sharding) -> str | None:
     return sharding.memory_kind or next(iter(sharding.device_set)).default_memory().kind
 
 
-def shards_of(array: jax.Array, places: Places) -> dict[int, jax.Array]:
-    """The physical shard of an array at each place."""
+def shards_of(array: Any, places: Places) -> dict[int, jax.Array]:
+    """The physical shard of an array at each place of this process; none of what stands for an array elsewhere."""
+    if not isinstance(array, jax.Array):
+        return {}
     number = places.numbers(array.sharding)
     return {number[s.device]: s.data for s in private.physical(array).addressable_shards}
 

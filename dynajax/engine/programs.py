@@ -2,6 +2,9 @@
 
 All are ``shard_map`` over a mesh with one axis: a jitted function of single-device arrays would be compiled for every
 device. A shard of shape (a, b) is the block of an array of shape (devices · a, b); scalars are "replicated" ones.
+
+The devices may be of several processes. Each calls the program and has the blocks of its own devices; one without any
+is given arrays of which nothing is there, so that callers do the same everywhere.
 """
 
 from __future__ import annotations
@@ -61,26 +64,36 @@ class Hold:
 
 
 def spread(devices: Devices, shape: Shape, buffers: Mapping[jax.Device, jax.Array], dtype: Any) -> jax.Array:
-    """One array over the devices, made of their buffers."""
+    """One array over the devices, made of the buffers of those that are of this process."""
     sharding = NamedSharding(_mesh(devices), _spec(shape))
     return jax.make_array_from_single_device_arrays(
-        _whole(devices, shape), sharding, [buffers[d] for d in devices], dtype=dtype
+        _whole(devices, shape), sharding, [buffers[d] for d in _here(devices)], dtype=dtype
     )
 
 
 def gathered(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """The buffers of an array by device."""
+    """The buffers of an array by device, of this process."""
     return {s.device: s.data for s in array.addressable_shards}
 
 
+def has_some_here(devices: Devices) -> bool:
+    """True if a device of them is of this process."""
+    return bool(devices) and bool(_here(devices))
+
+
 def place(devices: Devices, rows: np.ndarray) -> jax.Array:
-    """Numbers on the devices: row k on device k."""
-    return jax.device_put(rows.reshape(-1), NamedSharding(_mesh(devices), PartitionSpec("device")))
+    """Numbers on the devices: row k on device k. Rows of devices of other processes are not looked at."""
+    return _given(rows.reshape(-1), NamedSharding(_mesh(devices), PartitionSpec("device")))
 
 
 def tell(devices: Devices, numbers: Any) -> jax.Array:
-    """Numbers that all devices are told."""
-    return jax.device_put(np.asarray(numbers, np.int32), NamedSharding(_mesh(devices), PartitionSpec()))
+    """Numbers that all devices are told; the same in every process."""
+    return _given(np.asarray(numbers, np.int32), NamedSharding(_mesh(devices), PartitionSpec()))
+
+
+def _given(whole: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Not by ``device_put``: that has all processes compare what they put."""
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -108,6 +121,16 @@ def exchange(devices: Devices, buckets: Buckets) -> Any:
 
     told = [((buckets.count,), np.int32, True), ((), np.int32, True)]
     return _compiled("exchange", body, devices, [_area(buckets), *told], donate=0)
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def gather(devices: Devices, words: int) -> Any:
+    """``(said) -> heard``: the words of every device, told to all of them."""
+
+    def body(said: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(said, "device", tiled=True)
+
+    return _compiled("gather", body, devices, [((words,), np.uint32, False)], outputs=(len(devices) * words,))
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -180,7 +203,7 @@ def retype(devices: Devices, shape: Shape, words: Words) -> Any:
     return _compiled("retype", body, devices, [(shape, words.carrier.dtype, False)], donate=0)
 
 
-PROGRAMS = (exchange, pack, unpack, put, take, zeros, retype)
+PROGRAMS = (exchange, gather, pack, unpack, put, take, zeros, retype)
 
 
 def compiled_so_far() -> int:
@@ -201,6 +224,11 @@ def _mesh(devices: Devices) -> Mesh:
     return Mesh(np.asarray(devices, dtype=object), ("device",))
 
 
+def _here(devices: Devices) -> list[jax.Device]:
+    """Those of this process."""
+    return _mesh(devices).local_devices
+
+
 def _spec(shape: Shape) -> PartitionSpec:
     return PartitionSpec("device") if shape else PartitionSpec()
 
@@ -218,7 +246,7 @@ def _compiled(
     outputs: Any = None,
     donate: int | None = None,
 ) -> Any:
-    """Compile ``body`` over the devices.
+    """Compile ``body`` over the devices, or stand in for it where none of them is of this process.
 
     Args:
         name: for logs and profiles.
@@ -237,5 +265,18 @@ def _compiled(
     out = inputs[0][0] if outputs is None else outputs
     out_specs = [_spec(shape) for shape in out] if isinstance(out, list) else _spec(out)
     body.__name__ = body.__qualname__ = f"dynajax_{name}"
-    program = jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)
-    return jax.jit(program, donate_argnums=() if donate is None else donate).lower(*arguments).compile()
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)
+    program = jax.jit(mapped, donate_argnums=() if donate is None else donate)
+    if _here(devices):
+        return program.lower(*arguments).compile()
+    return functools.partial(_nothing, jax.eval_shape(program, *arguments), mesh)
+
+
+def _nothing(outputs: Any, mesh: Mesh, *_: jax.Array) -> Any:
+    """What a program returns to a process that has none of its devices."""
+    return jax.tree.map(
+        lambda x: jax.make_array_from_single_device_arrays(
+            x.shape, NamedSharding(mesh, _spec(x.shape)), [], dtype=x.dtype
+        ),
+        outputs,
+    )

@@ -12,11 +12,13 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 
 from dynajax.bytesize import format_bytes, parse_bytes
+from dynajax.engine import _jax_private as private
 from dynajax.engine import xla
 from dynajax.engine.check import check_replicas
 from dynajax.engine.execute import execute, give_up, peak_extra
 from dynajax.engine.keys import is_key
 from dynajax.engine.places import Places, layouts
+from dynajax.engine.processes import Agreement, Processes
 from dynajax.engine.regroup import read
 from dynajax.engine.report import Report, Stopwatch
 from dynajax.engine.shared_memory import SharedMemory
@@ -65,7 +67,7 @@ def plan_reshard(
     leaves, _, _ = read(tree, shardings, stored)
     places = _places(leaves)
     staged = donate and _checked_commit(commit) == "staged"
-    unique, path = _without_repeats(leaves)[0], _checked_path(path, places)
+    unique, path = _without_repeats(leaves, places)[0], _checked_path(path, places)
     return _plan(
         unique, places, parse_bytes(budget), staged, path, None if topology is None else places.links(topology)
     )
@@ -82,10 +84,12 @@ def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None
         TargetError: the plan is for another state or other targets.
     """
     leaves, _, _ = read(tree, shardings, stored)
-    unique, places = _without_repeats(leaves)[0], _places(leaves)
-    transport = _transport(_checked_path(path, places), places, Stopwatch(), plan.budget, unique)
+    places = _places(leaves)
+    unique, path = _without_repeats(leaves, places)[0], _checked_path(path, places)
+    _checked(plan, unique, places, path, safe=False)
+    Processes(places.devices).prepare()
+    transport = _transport(path, places, Stopwatch(), plan.budget, unique)
     try:
-        _checked(plan, unique, places, transport, safe=False)
         bundles = SharedMemory(places, Stopwatch())
         for pairs in ([(plan.moves[k], unique[k]) for k in stage] for stage in plan.stages):
             transport.prepare([(move, leaf) for move, leaf in pairs if leaf.is_alone])
@@ -107,13 +111,15 @@ def reshard(
     stored: Any = None,
     path: Path | None = None,
 ) -> tuple[Any, Report]:
-    """Move every array of a state to a new sharding, on any devices of this process.
+    """Move every array of a state to a new sharding, on any devices.
 
     Values, dtypes, weak types, key types and pytree nodes stay as they are, bit for bit. Leaves that are not jax
-    arrays are passed on untouched.
+    arrays are passed on untouched. If there are devices of several processes among them, all these processes call
+    alike and in the same order, and all return, or raise, alike.
 
     Args:
-        tree: any pytree of ``jax.Array``.
+        tree: any pytree of ``jax.Array``; where no device of this process holds a part of one, a
+            ``jax.ShapeDtypeStruct`` with its sharding may stand for it.
         shardings: a tree of shardings or of ``jax.ShapeDtypeStruct`` with shardings, a prefix of one, or one sharding
             for all; memory kinds are honoured.
         budget: bytes that a device may hold above its base, as int or text such as ``"64MB"``. The base is
@@ -129,33 +135,39 @@ def reshard(
         stored: a tree of ``Stored`` for arrays that store their tensors padded or in another order, or of ``Bundle``
             for those that store parts of several (as targets may ask for, too); None if every array is its tensor.
             With a ``Bundle`` on either side, ``shardings`` is the whole tree of the result.
-        path: what carries the bytes: ``"xla"``, or ``"shared memory"`` (CPU devices only), which None prefers.
+        path: what carries the bytes: ``"xla"``, or ``"shared memory"`` (CPU devices of one process), which None
+            prefers.
 
     Returns:
-        The moved tree and a report of its time and bytes.
+        The moved tree and a report of its time and bytes. Arrays on devices of other processes are without shards here.
 
     Raises:
-        TargetError: the targets do not fit the tree, or a leaf is deleted, abstract or on devices of another process.
+        TargetError: the targets do not fit the tree, or a leaf is deleted or abstract.
         BudgetError: the budget cannot hold the smallest stage.
         CheckError: ``check`` found bytes that differ.
+        AgreementError: processes called for different moves; none has begun.
+        DeadlineError: another process did not come, or died.
     """
-    watch = Stopwatch()
-    with watch.phase("plan"):
+    watch, processes = Stopwatch(), Processes.of(tree, shardings)
+    with watch.phase("plan"), Agreement(processes) as agreement:
         leaves, all_leaves, treedef = read(tree, shardings, stored)
-        unique, again = _without_repeats(leaves)
         _refuse_unusable(leaves)
         places, safe = _places(leaves), donate and _checked_commit(commit) == "safe"
-        path, given = _checked_path(path, places), plan is not None
+        unique, again = _without_repeats(leaves, places)
+        path = _checked_path(path, places)
         if plan is None:
             plan = _plan(unique, places, parse_bytes(budget), donate and not safe, path)
+        else:
+            _checked(plan, unique, places, path, safe)
+        # What still runs may have collectives in it, and those of the move must not begin before they are done.
+        jax.block_until_ready([source.array for leaf in leaves for source in leaf.sources])
+        weak = [leaf.index for leaf in leaves if leaf.is_alone and private.is_weak(leaf.array)]
+        agreement.on(plan.digest, path, safe, check, len(again), weak)
     transport = _transport(path, places, watch, plan.budget, unique)
     try:
-        if given:
-            with watch.phase("plan"):
-                _checked(plan, unique, places, transport, safe)
-        moved = _move(plan, unique, places, transport, watch, safe=safe, check=check, snapshot=snapshot)
+        moved = _move(plan, unique, places, transport, processes, watch, safe=safe, check=check, snapshot=snapshot)
         if again:
-            moved |= _copies_of(again, moved, places, transport, watch)
+            moved |= _copies_of(again, moved, places, transport, processes, watch)
     finally:
         transport.close()
     if safe:
@@ -181,6 +193,7 @@ def _move(
     leaves: list[Leaf],
     places: Places,
     transport: Transport,
+    processes: Processes,
     watch: Stopwatch,
     *,
     safe: bool,
@@ -188,19 +201,19 @@ def _move(
     snapshot: str | None,
 ) -> dict[int, jax.Array]:
     """Target arrays by leaf index, checked if asked for or if the source is to be given up safely."""
-    jax.block_until_ready([source.array for leaf in leaves for source in leaf.sources])
     check = check or safe
     if check:
         with watch.phase("verify"):
-            check_replicas(plan, leaves, places)
-    return execute(plan, leaves, places, transport, watch, share=plan.donate or safe, check=check, snapshot=snapshot)
+            check_replicas(plan, leaves, places, processes)
+    share = plan.donate or safe
+    return execute(plan, leaves, places, transport, processes, watch, share=share, check=check, snapshot=snapshot)
 
 
 def _plan(
     leaves: list[Leaf], places: Places, budget: int, donate: bool, path: Path, topology: Topology | None = None
 ) -> Plan:
     """A plan whose stages leave room in the budget for what the path needs beside them."""
-    beside = xla.overhead(budget, len(places.devices), leaves) if path == "xla" else 0
+    beside = _beside(path, budget, places, leaves)
     try:
         plan = build_plan(*layouts(leaves, places), budget - beside, donate, topology=topology)
     except BudgetError as error:
@@ -210,7 +223,12 @@ def _plan(
     return dataclasses.replace(plan, budget=budget)
 
 
-def _checked(plan: Plan, leaves: list[Leaf], places: Places, transport: Transport, safe: bool) -> None:
+def _beside(path: Path, budget: int, places: Places, leaves: list[Leaf]) -> int:
+    """Bytes that a path needs on every device beside the shards."""
+    return xla.overhead(budget, len(places.devices), leaves) if path == "xla" else 0
+
+
+def _checked(plan: Plan, leaves: list[Leaf], places: Places, path: Path, safe: bool) -> None:
     """Raise if the given plan is not one for these leaves and this way to move them."""
     if safe and plan.donate:
         raise TargetError("the plan gives the source up in stages; make it with plan_reshard(…, commit='safe')")
@@ -222,10 +240,11 @@ def _checked(plan: Plan, leaves: list[Leaf], places: Places, transport: Transpor
         x and x.key for x in (source.arrays, target.arrays)
     ]:
         raise TargetError("the plan was made for another state or other targets; make a new one with plan_reshard")
-    if peak_extra(plan, transport.overhead) > plan.budget:
+    beside = _beside(path, plan.budget, places, leaves)
+    if peak_extra(plan, beside) > plan.budget:
         raise BudgetError(
-            f"the plan leaves no room in its budget of {format_bytes(plan.budget)} for the {transport.overhead} bytes "
-            f"that the path {transport.name!r} needs; make it with plan_reshard(…, path={transport.name!r})"
+            f"the plan leaves no room in its budget of {format_bytes(plan.budget)} for the {beside} bytes "
+            f"that the path {path!r} needs; make it with plan_reshard(…, path={path!r})"
         )
 
 
@@ -237,13 +256,13 @@ def _checked_commit(commit: Commit) -> Commit:
 
 def _checked_path(path: Path | None, places: Places) -> Path:
     """The path to take: the given one, or the fastest that the devices allow."""
-    share_memory = all(device.platform == "cpu" for device in places.devices)
+    share_memory = places.are_here and all(device.platform == "cpu" for device in places.devices)
     if path is None:
         return "shared memory" if share_memory else "xla"
     if path not in PATHS:
         raise TargetError(f"the path is {path!r}; give one of {', '.join(map(repr, PATHS))} or None")
     if path == "shared memory" and not share_memory:
-        raise TargetError("the devices share no memory; give path='xla' or None")
+        raise TargetError("the devices are not all CPU devices of this process, so share no memory; use path='xla'")
     return path
 
 
@@ -256,14 +275,19 @@ def _places(leaves: Iterable[Leaf]) -> Places:
 
 
 def _refuse_unusable(leaves: list[Leaf]) -> None:
-    for path, array in ((leaf.tensor.path, source.array) for leaf in leaves for source in leaf.sources):
+    here = [(leaf, source) for leaf in leaves for source in leaf.sources if source.stored.sharding.addressable_devices]
+    for path, array in ((leaf.tensor.path, source.array) for leaf, source in here):
         if not isinstance(array, jax.Array) or isinstance(array, Tracer):
             raise TargetError(f"{path}: the leaf is a {type(array).__name__} without data; give the array itself")
         if array.is_deleted():
             raise TargetError(f"{path}: the array was deleted or donated; give the state that the last step returned")
     for leaf in leaves:
-        if not all(end.stored.sharding.is_fully_addressable for end in (*leaf.sources, *leaf.targets)):
-            raise TargetError(f"{leaf.tensor.path}: source and target must be on devices of this process")
+        ends = (*leaf.sources, *leaf.targets)
+        if not leaf.is_alone and not all(end.stored.sharding.is_fully_addressable for end in ends):
+            raise TargetError(
+                f"{leaf.tensor.path}: arrays that store parts of tensors move between devices of one process; store "
+                "the tensor in an array of its own where it is to move between processes"
+            )
     first: dict[int, tuple[Held, bool]] = {}
     for leaf, source in ((x, source) for x in leaves for source in x.sources):
         known, alone = first.setdefault(id(source.array), (source, leaf.is_alone))
@@ -271,16 +295,18 @@ def _refuse_unusable(leaves: list[Leaf]) -> None:
             raise TargetError(f"{leaf.tensor.path}: one array is at two places of the state; give each its own copy")
 
 
-def _without_repeats(leaves: list[Leaf]) -> tuple[list[Leaf], list[tuple[Leaf, Leaf]]]:
+def _without_repeats(leaves: list[Leaf], places: Places) -> tuple[list[Leaf], list[tuple[Leaf, Leaf]]]:
     """Leaves with buffers of their own, and those that repeat one of them, each with its first.
 
-    One array at two places of a tree becomes two arrays, so that the next step can donate both.
+    One array at two places of a tree becomes two arrays, so that the next step can donate both. Several processes have
+    to find the same, so between them only one object at two places counts, not arrays that share buffers here.
     """
+    identity = _identity if places.are_here else id
     first: dict[object, Leaf] = {}
     unique: list[Leaf] = []
     again: list[tuple[Leaf, Leaf]] = []
     for leaf in leaves:
-        known = first.setdefault(_identity(leaf.array), leaf) if leaf.is_alone else leaf
+        known = first.setdefault(identity(leaf.array), leaf) if leaf.is_alone else leaf
         if known is leaf:
             unique.append(leaf)
         else:
@@ -290,7 +316,7 @@ def _without_repeats(leaves: list[Leaf]) -> tuple[list[Leaf], list[tuple[Leaf, L
 
 def _identity(array: Any) -> object:
     """Equal for arrays that share buffers."""
-    if not isinstance(array, jax.Array) or array.is_deleted() or not array.size or not array.is_fully_addressable:
+    if not isinstance(array, jax.Array) or array.is_deleted() or not array.size:
         return id(array)
     shard = array.addressable_shards[0].data
     if not is_key(array) and next(iter(shard.devices())).platform == "cpu":
@@ -299,9 +325,14 @@ def _identity(array: Any) -> object:
 
 
 def _copies_of(
-    again: list[tuple[Leaf, Leaf]], moved: dict[int, jax.Array], places: Places, transport: Transport, watch: Stopwatch
+    again: list[tuple[Leaf, Leaf]],
+    moved: dict[int, jax.Array],
+    places: Places,
+    transport: Transport,
+    processes: Processes,
+    watch: Stopwatch,
 ) -> dict[int, jax.Array]:
     """Arrays of their own for leaves that repeat others, made of the moved first ones."""
     leaves = [Leaf.of(leaf.index, leaf.tensor, moved[known.index], known.target, leaf.target) for leaf, known in again]
     plan = build_plan(*layouts(leaves, places), budget=0, donate=False)
-    return execute(plan, leaves, places, transport, watch, share=False, check=False)
+    return execute(plan, leaves, places, transport, processes, watch, share=False, check=False)

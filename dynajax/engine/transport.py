@@ -49,10 +49,10 @@ class Outline:
     """The target shards of one leaf: on which devices, of which shape, and which of them stay.
 
     Attributes:
-        order: devices in target order.
-        number: place of each of them.
+        order: devices of this process in target order.
+        number: place of each device of the target, of whatever process.
         kept: places whose buffer stays.
-        filled: devices whose buffer does not, in target order.
+        filled: devices whose buffer does not.
         dtype, inner: machine dtype and trailing dims of an element.
         shape: of one physical target shard.
     """
@@ -62,24 +62,20 @@ class Outline:
         self.order = private.device_order(leaf.target.sharding)
         self.number = places.numbers(leaf.target.sharding)
         self.kept = set(move.kept.tolist())
-        self.filled = tuple(d for d in self.order if self.number[d] not in self.kept)
+        self.filled = tuple(d for d, n in self.number.items() if n not in self.kept)
         self.dtype, self.inner = private.physical_element(leaf.array.dtype)
         self.shape = (*leaf.target.sharding.shard_shape(leaf.target.array_shape), *self.inner)
 
     @property
     def is_in_default_memory(self) -> bool:
         """False for targets in a host memory kind."""
-        return memory_kind(self.leaf.target.sharding) == self.order[0].default_memory().kind
+        return memory_kind(self.leaf.target.sharding) == next(iter(self.number)).default_memory().kind
 
     def pieces(self) -> dict[int, jax.Array]:
-        """The physical source shard of each place."""
+        """The physical source shard of each place of this process."""
         return shards_of(self.leaf.array, self._places)
 
     def array(self, buffers: Mapping[int, Any]) -> jax.Array:
-        """The target array made of a buffer for each place."""
-        goal, base = self.leaf.target, private.physical(self.leaf.array)
-        shape = (*goal.array_shape, *self.inner)
-        made = private.assemble(shape, base, goal.sharding, [buffers[self.number[d]] for d in self.order], self.order)
-        if base is self.leaf.array:
-            return made
-        return jax.random.wrap_key_data(made, impl=jax.random.key_impl(self.leaf.array))
+        """The target array made of a buffer for each place of this process."""
+        goal, mine = self.leaf.target, [buffers[self.number[d]] for d in self.order]
+        return private.assemble(goal.array_shape, self.leaf.array, goal.sharding, mine, self.order)

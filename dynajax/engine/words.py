@@ -79,18 +79,18 @@ class Words:
 
 
 def whole_bytes(array: jax.Array) -> jax.Array:
-    """Numbers of less than a byte as a byte each; any other array as it is.
+    """Numbers of less than a byte as a byte each; any other array as it is, and one of which nothing is here.
 
     By ordinary calls of jax: a program compiled ahead does not take arrays of such numbers (their layouts disagree).
     """
-    if not is_packed(array.dtype):
+    if not is_packed(array.dtype) or not array.addressable_shards:
         return array
     return jax.lax.bitcast_convert_type(array, _part(array.dtype)).astype(jnp.uint8)
 
 
 def packed_again(array: jax.Array, dtype: Any) -> jax.Array:
     """The inverse of ``whole_bytes``."""
-    if not is_packed(dtype):
+    if not is_packed(dtype) or not array.addressable_shards:
         return array
     return jax.lax.bitcast_convert_type(array.astype(_part(dtype)), dtype)
 

@@ -18,6 +18,7 @@ from dynajax.engine import _jax_private as private
 from dynajax.engine import programs
 from dynajax.engine.cargo import Cargo, Parcel, cargoes_of, is_small
 from dynajax.engine.places import Places
+from dynajax.engine.processes import waiting
 from dynajax.engine.programs import Buckets, Devices
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.transport import Stage
@@ -160,7 +161,8 @@ class Xla:
             program = programs.exchange(self._devices, self._buckets)
             told = programs.tell(self._devices, wave.rounds), programs.tell(self._devices, wave.count)
             # Waited for: of two programs with collectives in flight, each may hold threads that the other waits for.
-            self._fill(jax.block_until_ready(program(self._over(self._devices), *told)))
+            with waiting():
+                self._fill(jax.block_until_ready(program(self._over(self._devices), *told)))
 
     def _unpack(self, cargo: Cargo, wave: Wave, target: jax.Array) -> jax.Array:
         program = programs.unpack(cargo.receivers, cargo.target, self._buckets, cargo.used)

@@ -1,0 +1,343 @@
+"""One of several processes that move states between their devices: ``python processes.py ADDRESS COUNT RANK``.
+
+Run by test_processes.py. Each has two devices. All processes run the same cases in the same order, and print a line of
+JSON: for each case null, or the errors that it is about, which have to be alike everywhere. A case that fails ends the
+process, and with it all others, whose collectives then fail.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import dynajax as dj
+from dynajax.engine import Stored, prepare_reshard, xla
+from dynajax.errors import DynajaxError
+from dynajax.meshes import Tier, Topology
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from engine.states import assert_same_bits, bytes_not_held, live_bytes
+
+P = PartitionSpec
+BUDGET = "64KB"
+
+
+def on(numbers: Any, spec: Any, columns: int = 1) -> NamedSharding:
+    """A sharding over some devices, counted through all processes."""
+    mesh = Mesh(np.asarray(jax.devices())[list(numbers)].reshape(-1, columns), ("x", "y"))
+    return NamedSharding(mesh, spec)
+
+
+def put(values: Any, sharding: Any, absent: bool = False) -> Any:
+    """The values on devices; with ``absent`` only what stands for them, where this process has none of the devices."""
+
+    def one(x: Any, s: NamedSharding) -> Any:
+        kind = getattr(x, "weak_type", False)
+        if absent and not s.addressable_devices:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=kind)
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            words = np.asarray(jax.random.key_data(x))
+            made = jax.make_array_from_callback(words.shape, s, lambda i: words[i], dtype=words.dtype)
+            return jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))
+        whole = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, s, lambda i: whole[i], dtype=whole.dtype)
+
+    if isinstance(sharding, NamedSharding):
+        sharding = jax.tree.map(lambda _: sharding, values)
+    return jax.block_until_ready(jax.tree.map(one, values, sharding))
+
+
+def values(seed: int = 0) -> dict[str, Any]:
+    """All kinds of leaves that rows and columns can be cut of; floats hold all kinds of bits, NaN payloads included."""
+    rng = np.random.default_rng(seed)
+
+    def bits(shape: tuple[int, ...], dtype: Any) -> Any:
+        size = np.dtype(dtype).itemsize
+        return rng.integers(0, 256, (*shape[:-1], shape[-1] * size), np.uint8).view(dtype)
+
+    return {
+        "w": bits((48, 24), np.float32),
+        "half": bits((24, 12), np.float16),
+        "brain": bits((48, 48), ml_dtypes.bfloat16),
+        "eight": bits((24, 12), ml_dtypes.float8_e5m2),
+        "byte": bits((24, 36), np.int8),
+        "flag": rng.integers(0, 2, (24, 12)).astype(np.bool_),
+        "four": rng.integers(-8, 8, (24, 12)).astype(ml_dtypes.int4),
+        "pair": rng.standard_normal((12, 12)).astype(np.complex64),
+        "keys": jax.random.split(jax.random.key(seed), (12, 12)),
+        "step": np.int32(16777217),
+    }
+
+
+def by(sharding: Callable[[Any], NamedSharding], tree: Any) -> Any:
+    """A sharding for each leaf, scalars whole."""
+    return jax.tree.map(lambda x: sharding(P("x", "y")) if x.ndim else sharding(P()), tree)
+
+
+LAYOUTS: dict[str, tuple[list[int], int]] = {
+    "rows": ([0, 1, 2, 3, 4, 5], 1),
+    "columns": ([0, 1, 2, 3, 4, 5], 6),
+    "both, permuted": ([3, 0, 5, 2, 4, 1], 2),
+    "two processes": ([0, 1, 2, 3], 1),
+    "two processes, columns": ([0, 1, 2, 3], 4),
+    "the last two": ([2, 3, 4, 5], 2),
+    "the first": ([0, 1], 1),
+    "the last": ([5, 4], 2),
+    "one of each": ([0, 2, 4], 3),
+}
+MOVES = [
+    ("rows", "columns"),
+    ("columns", "both, permuted"),
+    ("two processes", "columns"),
+    ("both, permuted", "two processes, columns"),
+    ("two processes", "the last two"),
+    ("the first", "the last"),
+    ("one of each", "the first"),
+    ("the last", "rows"),
+]
+
+
+def layout(name: str, tree: Any) -> Any:
+    numbers, columns = LAYOUTS[name]
+    return by(lambda spec: on(numbers, spec, columns), tree)
+
+
+def moves() -> None:
+    """Every pair of layouts, with every way to give the source up: values, bytes, what is deleted, what is kept."""
+    for k, (before, after) in enumerate(MOVES):
+        want = values(k)
+        tree = put(want, layout(before, want), absent=k % 2 == 0)
+        target = layout(after, want)
+        donate, commit = ((False, "staged"), (True, "staged"), (True, "safe"))[k % 3]
+        moved, report = dj.reshard(
+            tree, target, budget=BUDGET, donate=donate, commit=cast(Any, commit), check=bool(k % 2)
+        )
+        assert_same_bits(moved, want)
+        assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, moved, target)), (before, after)
+        least = bytes_not_held(want, layout(before, want), target)
+        assert report.bytes_moved == report.bytes_lower_bound == least, (before, after)
+        assert report.path == "xla"
+        if donate:
+            assert all(x.is_deleted() for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)), (before, after)
+        else:
+            assert_same_bits({k: x for k, x in tree.items() if isinstance(x, jax.Array)}, _present(tree, want))
+
+
+def _present(tree: Any, want: Any) -> Any:
+    return {k: want[k] for k, x in tree.items() if isinstance(x, jax.Array)}
+
+
+def kept_buffers_stay() -> None:
+    want = {"a": np.arange(24.0, dtype=np.float32).reshape(12, 2)}
+    tree = put(want, on(range(4), P()))
+    pointers = {s.device: s.data.unsafe_buffer_pointer() for s in tree["a"].addressable_shards}
+    moved, report = dj.reshard(tree, on(range(6), P()), donate=True)
+    assert report.bytes_moved == 2 * 96
+    now = {s.device: s.data.unsafe_buffer_pointer() for s in moved["a"].addressable_shards}
+    assert {d: p for d, p in now.items() if d in pointers} == pointers
+    assert_same_bits(moved, want)
+
+
+def padding_and_weak_types() -> None:
+    want = np.arange(40, dtype=np.int16).reshape(10, 4)
+    stored = np.zeros((12, 4), np.int16)
+    stored[:5], stored[6:11] = want[:5], want[5:]
+    halves = Stored(on(range(6), P("x")), (12, 4), (10, 4), (((0, 0, 5), (6, 5, 5)), ((0, 0, 4),)))
+    end = np.pad(want, [(0, 2), (0, 0)])
+    ended = Stored(on(range(4), P("x")), (12, 4), (10, 4), (((0, 0, 10),), ((0, 0, 4),)))
+    tree = put({"a": want}, on([1, 2], P("x")))
+    moved, _ = dj.reshard(tree, {"a": halves})
+    assert_same_bits(moved, {"a": stored})
+    moved, _ = dj.reshard(moved, {"a": ended}, stored={"a": halves}, donate=True, check=True)
+    assert_same_bits(moved, {"a": end})
+
+    def weak(where: NamedSharding) -> jax.Array:
+        return jax.jit(lambda: jax.numpy.asarray(1.5) * 2, out_shardings=where)()
+
+    moved, _ = dj.reshard(weak(on(range(6), P())), on([3, 2], P()))
+    assert moved.aval.weak_type
+    assert_same_bits(moved, np.float32(3))
+
+
+def repeated_arrays() -> None:
+    want = np.arange(24, dtype=np.float32)
+    one = put(want, on(range(4), P("x")), absent=True)
+    moved, report = dj.reshard({"a": one, "b": one}, on(range(6), P("x")), donate=True)
+    assert_same_bits(moved, {"a": want, "b": want})
+    assert report.leaves == 2
+    pointers = [x.addressable_shards[0].data.unsafe_buffer_pointer() for x in moved.values()]
+    assert pointers[0] != pointers[1]
+
+
+def nodes() -> None:
+    """A plan for nodes of two devices: what a node needs comes to it once and is passed on inside."""
+    tiers = [(Tier("memory", 4e9, 0), 1), (Tier("bus", 2e9, 0), 2), (Tier("net", 1e9, 0), 0)]
+    ids = [d.id for d in jax.devices()]
+    topology = Topology.regular("pairs", tiers, max(ids) + 1)
+    want = np.arange(4096, dtype=np.float32).reshape(64, 64)
+    tree = put(want, on([0, 1], P("x")))
+    plan = dj.plan_reshard(tree, on(range(6), P()), budget="256KB", topology=topology)
+    assert any(move.copies.relayed.any() for move in plan.moves)
+    moved, _ = dj.reshard(tree, on(range(6), P()), plan=plan, check=True)
+    assert_same_bits(moved, want)
+
+
+def one_exchange_program() -> None:
+    """One program with an exchange for all moves between the same devices, and none when all is prepared."""
+    found: list[str] = []
+    log = logging.Handler()
+    log.emit = lambda record: found.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
+    logging.getLogger("jax").addHandler(log)
+    try:
+        with jax.log_compiles():
+            xla.programs.exchange.cache_clear()
+            counts = []
+            for before, after in (("rows", "columns"), ("both, permuted", "rows"), ("two processes", "columns")):
+                want = values()
+                dj.reshard(put(want, layout(before, want)), layout(after, want), budget="256KB")
+                lines = [line for line in found if "Finished XLA compilation" in line]
+                counts.append(sum("dynajax_exchange" in line for line in lines))
+            assert counts == [1, 1, 1], counts
+            assert len(lines) > 1
+    finally:
+        logging.getLogger("jax").removeHandler(log)
+    want = {"new": np.zeros((36, 6), np.float32)}
+    tree, target = put(want, on([1, 0, 5], P("x"))), on([2, 0, 5], P("x"))
+    plan = dj.plan_reshard(tree, target)
+    prepare_reshard(tree, target, plan=plan)
+    _, report = dj.reshard(tree, target, plan=plan)
+    assert report.compile_s == 0
+
+
+def peak_of_live_buffers() -> None:
+    """What lives on this process's devices while the engine works, at its fullest moments."""
+    want = {str(k): np.full((48, 48), k, np.float32) for k in range(40)}
+    originals = {name: getattr(xla.Xla, name) for name in ("run", "_pack", "_unpack")}
+    for donate in (True, False):
+        gc.collect()
+        other = live_bytes()
+        tree = put(want, on(range(4), P("x")))
+        before, peaks = live_bytes(tree), dict[Any, int]()
+
+        def watched(name: str, peaks: dict[Any, int] = peaks, other: dict[Any, int] = other) -> Any:
+            def call(self: Any, *args: Any) -> Any:
+                result = originals[name](self, *args)
+                for device, n in live_bytes(collect=False).items():
+                    peaks[device] = max(peaks.get(device, 0), n - other.get(device, 0))
+                return result
+
+            return call
+
+        for name in originals:
+            setattr(xla.Xla, name, watched(name))
+        moved, report = dj.reshard(tree, on(range(6), P(None, "x")), donate=donate, budget=BUDGET)
+        for name, original in originals.items():
+            setattr(xla.Xla, name, original)
+        assert_same_bits(moved, want)
+        after, base = live_bytes(moved), max if donate else sum
+        extra = max(peak - base([before.get(d, 0), after.get(d, 0)]) for d, peak in peaks.items())
+        assert 0 < extra <= report.peak_extra_bytes <= 2**16, (donate, extra, report)
+        assert report.stages > 1 or not donate
+
+
+def random_switches() -> None:
+    rng = np.random.default_rng(7)
+    want = {"w": rng.standard_normal((24, 24)).astype(np.float32), "step": np.int32(3)}
+    groups = [[0, 1, 2, 3, 4, 5], [1, 3, 4, 5]]
+
+    def somewhere() -> Any:
+        numbers = rng.permutation(groups[rng.integers(2)])
+        columns = int(rng.choice([1, 2, len(numbers)]))
+        return by(lambda spec: on(numbers, spec, columns), want)
+
+    state = put(want, somewhere())
+    for _ in range(20):
+        target, donate = somewhere(), bool(rng.integers(2))
+        state, _ = dj.reshard(state, target, donate=donate, budget=BUDGET)
+        assert_same_bits(state, want)
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """The error of a call, which has to raise one."""
+    try:
+        call()
+    except DynajaxError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("no error")
+
+
+def disagreements() -> list[str]:
+    """What only one process does otherwise, or cannot do, is an error in all of them before anything moves."""
+    rank = jax.process_index()
+    want = {"a": np.arange(24, dtype=np.float32), "b": np.arange(12, dtype=np.int32)}
+    source, target = on(range(4), P("x")), on(range(6), P("x"))
+    tree = put(want, source)
+    found = [raised(lambda: dj.reshard(tree, target, budget="64KB" if rank == 2 else "1MB"))]
+    found.append(raised(lambda: dj.reshard(tree, target, donate=True, commit="safe" if rank == 1 else "staged")))
+    turned = on([1, 0, 2, 3, 4, 5], P("x"))
+    found.append(raised(lambda: dj.reshard(tree, target if rank else turned)))
+    goal = {"a": target, "b": target}
+    found.append(raised(lambda: dj.reshard(tree, goal if rank else {"a": target})))
+    gone = tree | {"b": put(want["b"], source)}
+    if rank == 1:
+        gone["b"].delete()
+    found.append(raised(lambda: dj.reshard(gone, target, donate=True)))
+    stand_in = {"a": jax.ShapeDtypeStruct((24,), np.float32, sharding=source), "b": tree["b"]}
+    found.append(raised(lambda: dj.reshard(stand_in if rank == 0 else tree, target)))
+    found.append(raised(lambda: dj.reshard(tree, target, path="shared memory")))
+    moved, _ = dj.reshard(tree, target)
+    assert_same_bits(tree, want)
+    assert_same_bits(moved, want)
+    return found
+
+
+def changed_bytes() -> list[str]:
+    """A byte that changes on its way to process 1 is found by all, and so are replicas that differ."""
+    want = {"a": np.arange(96, dtype=np.float32), "b": np.arange(24, dtype=np.int32)}
+    tree, target = put(want, on(range(4), P("x"))), on([5, 4, 3, 2, 1, 0], P("x"))
+    exchange = xla.Xla._exchange
+
+    def damaged(self: Any, wave: Any) -> None:
+        exchange(self, wave)
+        if jax.process_index() == 1:
+            self._area = {d: jax.block_until_ready(x ^ 0x100) for d, x in self._area.items()}
+
+    found = []
+    xla.Xla._exchange = damaged
+    for settings in ({"check": True}, {"donate": True, "commit": "safe"}):
+        found.append(raised(lambda s=settings: dj.reshard(tree, target, **cast(Any, s))))
+        assert_same_bits(tree, want)
+    xla.Xla._exchange = exchange
+    moved, _ = dj.reshard(tree, target, donate=True, commit="safe")
+    assert_same_bits(moved, want)
+    unequal = jax.make_array_from_callback(
+        (4,), on(range(6), P()), lambda _: np.full(4, jax.process_index() == 1, np.int8), dtype=np.int8
+    )
+    found.append(raised(lambda: dj.reshard(unequal, on(range(6), P(), 2), check=True)))
+    return found
+
+
+CASES: list[Callable[[], list[str] | None]] = [
+    moves, kept_buffers_stay, padding_and_weak_types, repeated_arrays, nodes, one_exchange_program,
+    peak_of_live_buffers, random_switches, disagreements, changed_bytes,
+]  # fmt: skip
+
+
+def main(address: str, count: int, rank: int) -> None:
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(address, count, rank, initialization_timeout=60)
+    print(json.dumps({case.__name__: case() for case in CASES}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

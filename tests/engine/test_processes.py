@@ -1,0 +1,76 @@
+"""Moves between the devices of several processes, which are really started; see processes.py for what they do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("processes.py")
+PROCESSES = 3
+ALL_OF_IT_S, ONE_WAIT_S = 180, 20
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict[str, Any]]:
+    """What each process printed."""
+    environment = dict(os.environ)
+    environment["XLA_FLAGS"] += f" --xla_cpu_collective_timeout_seconds={ONE_WAIT_S}"
+    command = [sys.executable, str(SCRIPT), f"127.0.0.1:{_free_port()}", str(PROCESSES)]
+    running = [
+        subprocess.Popen(
+            [*command, str(rank)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for rank in range(PROCESSES)
+    ]
+    try:
+        ends = [process.communicate(timeout=ALL_OF_IT_S) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    errors = "\n".join(f"process {rank}: {error[-1500:]}" for rank, (_, error) in enumerate(ends))
+    assert [process.returncode for process in running] == [0] * PROCESSES, errors
+    return [json.loads(out) for out, _ in ends]
+
+
+def test_every_move_between_processes_is_right(said: list[dict[str, Any]]) -> None:
+    """The processes assert it; here is only asked that all went through all cases."""
+    assert [list(lines) for lines in said] == [list(said[0])] * PROCESSES
+    assert sum(found is None for found in said[0].values()) == 8
+
+
+def test_what_one_process_does_otherwise_is_an_error_in_all(said: list[dict[str, Any]]) -> None:
+    budget, commit, order, missing, deleted, stand_in, path = zip(*(s["disagreements"] for s in said), strict=True)
+    for alike, groups in ((budget, ("[0, 1]", "[2]")), (commit, ("[0, 2]", "[1]")), (order, ("[0]", "[1, 2]"))):
+        assert len(set(alike)) == 1
+        assert alike[0].startswith("AgreementError: processes ")
+        assert all(f"processes {group}" in alike[0] for group in groups)
+    for told, rank, text in (
+        (missing, 0, "the target tree does not fit the state; missing: ['b']"),
+        (deleted, 1, "['b']: the array was deleted"),
+        (stand_in, 0, "['a']: the leaf is a ShapeDtypeStruct without data"),
+    ):
+        for k, message in enumerate(told):
+            assert message.startswith(f"TargetError: {'' if k == rank else f'process {rank}: '}{text}")
+    assert len(set(path)) == 1
+    assert path[0].startswith("TargetError: the devices are not all CPU devices of this process")
+
+
+def test_what_changed_on_its_way_is_found_by_all(said: list[dict[str, Any]]) -> None:
+    checked, safe, replicas = zip(*(s["changed_bytes"] for s in said), strict=True)
+    assert len(set(checked)) == len(set(safe)) == len(set(replicas)) == 1
+    assert checked[0] == safe[0]
+    assert "that TFRT_CPU_2" in checked[0]
+    assert "replicas differ" in replicas[0]
