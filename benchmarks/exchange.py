@@ -39,8 +39,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.bytesize import format_bytes
 from dynajax.engine import programs
-from dynajax.engine.waves import NOWHERE, Grains, Wave, waves_of
+from dynajax.engine.waves import NOWHERE, Grains, Wave, longest_of, waves_of
 from dynajax.engine.xla import buckets_within
+from dynajax.vps.tiling import sums
 
 DEVICES = 8
 BUDGET = 16 << 20
@@ -98,7 +99,7 @@ def _mesh() -> Mesh:
 
 
 def _on_devices(rows: np.ndarray[Any, Any]) -> jax.Array:
-    return jax.block_until_ready(programs.place(tuple(jax.devices()), rows))
+    return jax.block_until_ready(programs.place(tuple(jax.devices()), rows, jax.devices()))
 
 
 def _temporary(program: Any) -> int:
@@ -112,7 +113,8 @@ def _waves(case: Case, buckets: programs.Buckets) -> list[Wave]:
     sender, receiver, words = (np.asarray(column) for column in zip(*case.messages, strict=True))
     sender, receiver = np.repeat(sender, words >> 10), np.repeat(receiver, words >> 10)
     grains = Grains(sender, receiver, _word(sender, receiver).astype(np.int64), np.arange(len(sender)))
-    return list(waves_of(grains, DEVICES, buckets.count, buckets.words >> 10))
+    sent = sums(sender * DEVICES + receiver, np.ones_like(sender), DEVICES**2).reshape(DEVICES, DEVICES)
+    return list(waves_of(grains, longest_of(sent), np.arange(DEVICES), buckets.count, buckets.words >> 10))
 
 
 def _check_wave(wave: Wave, area: np.ndarray[Any, Any]) -> None:

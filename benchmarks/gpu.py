@@ -55,7 +55,7 @@ class Area:
 
     def _random(self) -> jax.Array:
         rows = np.random.default_rng(0).integers(0, 2**32, (len(self.devices), self.buckets.total), np.uint32)
-        return jax.block_until_ready(programs.place(self.devices, rows))
+        return jax.block_until_ready(programs.place(self.devices, rows, self.devices))
 
     def pack(self, grain: int) -> Made:
         program = programs.pack(self.devices, self._hold(grain), self.buckets, self.buckets.words)
@@ -83,7 +83,8 @@ class Area:
 
     def _table(self, grain: int) -> jax.Array:
         order = np.random.default_rng(1).permutation(self.buckets.total // grain).astype(np.int32)
-        return jax.block_until_ready(programs.place(self.devices, np.tile(order, (len(self.devices), 1))))
+        rows = np.tile(order, (len(self.devices), 1))
+        return jax.block_until_ready(programs.place(self.devices, rows, self.devices))
 
     def _temporary(self, program: Any) -> int:
         return len(self.devices) * program.memory_analysis().temp_size_in_bytes

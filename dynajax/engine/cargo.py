@@ -18,7 +18,16 @@ from dynajax.engine.places import Places, memory_kind
 from dynajax.engine.programs import Buckets, Devices, Hold
 from dynajax.engine.transport import Outline
 from dynajax.engine.tree import Leaf
-from dynajax.engine.waves import Grains, Wave, grains_of, longest_run, waves_of, words_and_grain
+from dynajax.engine.waves import (
+    Grains,
+    Wave,
+    grains_of,
+    longest_of,
+    longest_run,
+    messages,
+    waves_of,
+    words_and_grain,
+)
 from dynajax.engine.words import Words, is_packed, packed_again, whole_bytes
 from dynajax.planner import Move
 from dynajax.vps.region import Ints
@@ -52,11 +61,13 @@ class Parcel(Outline):
         self.sizes = self.words.count(elements[0]), self.words.count(elements[1])
         self.made: dict[int, jax.Array] = {}
 
-    def grains(self, relayed: bool, grain: int, rank: Ints) -> Grains:
-        """What is copied, in grains of so many words."""
-        c = self.move.copies
+    def grains(self, relayed: bool, grain: int, ranks: Ranks) -> tuple[Grains, Ints]:
+        """What this process's devices send and receive, in grains of so many words, and what all send to each other."""
+        c, rank = self.move.copies, ranks.of_place
         rows, size = np.flatnonzero(c.relayed == relayed), self.words.elements(self.grain) // self._inner
-        return grains_of(c, rows, size, rank).finer(self.grain // grain)
+        mine = rows[np.isin(rank[c.source[rows]], ranks.here) | np.isin(rank[c.target[rows]], ranks.here)]
+        parts = self.grain // grain
+        return grains_of(c, mine, size, rank).finer(parts), messages(c, rows, size, rank, ranks.count) * parts
 
     def staying(self) -> dict[int, jax.Array]:
         """The source buffers that are target buffers too, by place."""
@@ -84,19 +95,34 @@ def _by_id(devices: Iterable[jax.Device]) -> Devices:
     return tuple(sorted(devices, key=lambda d: d.id))
 
 
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The devices of a move by number.
+
+    Attributes:
+        of_place: number of the device of each place.
+        count: how many there are.
+        here: numbers of those of this process, ascending.
+    """
+
+    of_place: Ints
+    count: int
+    here: Ints
+
+
 @dataclass(eq=False)
 class Cargo:
     """What travels together.
 
     Attributes:
         buckets: what it travels in.
-        rank: number of the device of each place.
+        ranks: who travels.
         parcels: one large leaf, or what a crate holds.
         is_crate: whether it is a crate.
     """
 
     buckets: Buckets
-    rank: Ints
+    ranks: Ranks
     parcels: list[Parcel]
     is_crate: bool
 
@@ -137,23 +163,27 @@ class Cargo:
         return Hold(shape, words, self._grain)
 
     @cached_property
-    def _grains(self) -> dict[bool, Grains]:
-        """What is copied out of the sources, and what is passed on out of the targets; without what is empty."""
-        found = {relayed: self._cut(relayed) for relayed in (False, True)}
-        return {relayed: grains for relayed, grains in found.items() if len(grains.sender)}
+    def _grains(self) -> dict[bool, tuple[Grains, Ints]]:
+        """What is copied out of the sources, and what is passed on out of the targets; without what is empty.
 
-    def _cut(self, relayed: bool) -> Grains:
+        Each with the longest message of each XOR step.
+        """
+        found = {relayed: self._cut(relayed) for relayed in (False, True)}
+        return {relayed: (grains, longest) for relayed, (grains, longest) in found.items() if longest.any()}
+
+    def _cut(self, relayed: bool) -> tuple[Grains, Ints]:
         """All parcels in grains; those of one geometry are cut once."""
-        cut: dict[tuple[int, Words], Grains] = {}
-        parts: list[Grains] = []
+        cut: dict[tuple[int, Words], tuple[Grains, Ints]] = {}
+        parts, sent = [], np.zeros((self.ranks.count, self.ranks.count), np.int64)
         for parcel, *at in zip(self.parcels, self._offsets(0), self._offsets(1), strict=True):
             key = id(parcel.move.route), parcel.words
             if key not in cut:
-                cut[key] = parcel.grains(relayed, self._grain, self.rank)
-            g = cut[key]
+                cut[key] = parcel.grains(relayed, self._grain, self.ranks)
+            g, between = cut[key]
+            sent += between
             read, write = at[relayed] // self._grain, at[1] // self._grain
             parts.append(Grains(g.sender, g.receiver, g.source + read, g.target + write))
-        return Grains.concatenate(parts)
+        return Grains.concatenate(parts), longest_of(sent)
 
     def _offsets(self, end: int) -> list[int]:
         """Word at which each parcel begins in its crate."""
@@ -162,13 +192,13 @@ class Cargo:
     @cached_property
     def used(self) -> int:
         """Words of each bucket that are packed: all, or the least power of two that the largest message fits in."""
-        most = max(g.largest_message(len(self.rank)) for g in self._grains.values()) * self._grain
+        most = max(int(longest.max()) for _, longest in self._grains.values()) * self._grain
         return min(1 << (most - 1).bit_length(), self.buckets.words)
 
-    def waves(self, devices: int) -> Iterator[tuple[bool, Wave]]:
+    def waves(self) -> Iterator[tuple[bool, Wave]]:
         """The waves that carry it, and True for those that pass on what came by the others."""
-        for relayed, grains in self._grains.items():
-            for wave in waves_of(grains, devices, self.buckets.count, self.used // self._grain):
+        for relayed, (grains, longest) in self._grains.items():
+            for wave in waves_of(grains, longest, self.ranks.here, self.buckets.count, self.used // self._grain):
                 yield relayed, wave
 
     def compile(self) -> None:
@@ -232,7 +262,7 @@ def is_small(words: int, buckets: Buckets) -> bool:
     return 0 < words * _SMALL <= buckets.total
 
 
-def cargoes_of(parcels: Sequence[Parcel], buckets: Buckets, rank: Ints) -> list[Cargo]:
+def cargoes_of(parcels: Sequence[Parcel], buckets: Buckets, ranks: Ranks) -> list[Cargo]:
     """Large leaves alone, small ones by the crate; leaves that stay whole are in none."""
     cargoes: list[Cargo] = []
     crates: dict[tuple[Devices, Devices], Cargo] = {}
@@ -242,10 +272,10 @@ def cargoes_of(parcels: Sequence[Parcel], buckets: Buckets, rank: Ints) -> list[
         key = parcel.senders, parcel.receivers
         crate = crates.get(key)
         if not is_small(max(parcel.sizes), buckets):
-            cargoes.append(Cargo(buckets, rank, [parcel], is_crate=False))
+            cargoes.append(Cargo(buckets, ranks, [parcel], is_crate=False))
         elif crate is not None and crate.has_room_for(parcel):
             crate.parcels.append(parcel)
         else:
-            crates[key] = Cargo(buckets, rank, [parcel], is_crate=True)
+            crates[key] = Cargo(buckets, ranks, [parcel], is_crate=True)
             cargoes.append(crates[key])
     return cargoes

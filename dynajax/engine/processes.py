@@ -7,7 +7,7 @@ one process has nobody to tell, and compiles nothing for it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -34,7 +34,7 @@ class Processes:
     """
 
     def __init__(self, devices: Devices) -> None:
-        self._devices = devices
+        self._devices, self._here = devices, programs.of_this_process(devices)
         self._first: dict[int, int] = {}
         for row, device in enumerate(devices):
             self._first.setdefault(device.process_index, row)
@@ -55,7 +55,7 @@ class Processes:
     @property
     def talk(self) -> bool:
         """True if there are several, and this is one of them."""
-        return len(self._first) > 1 and programs.has_some_here(self._devices)
+        return len(self._first) > 1 and bool(self._here)
 
     def prepare(self) -> None:
         """Compile what ``gather`` needs."""
@@ -77,9 +77,9 @@ class Processes:
         heard: list[np.ndarray] = []
         for start in range(0, len(said), _WORDS):
             part = said[start : start + _WORDS]
-            rows = np.broadcast_to(np.pad(part, (0, _WORDS - len(part))), (devices, _WORDS))
+            rows = np.tile(np.pad(part, (0, _WORDS - len(part))), (len(self._here), 1))
             with waiting():
-                all_of_it = program(programs.place(self._devices, rows)).addressable_shards[0].data
+                all_of_it = program(programs.place(self._devices, rows, self._here)).addressable_shards[0].data
                 heard.append(np.asarray(all_of_it).reshape(devices, _WORDS)[list(self._first.values()), : len(part)])
         return np.concatenate(heard, axis=1) if heard else np.zeros((len(self._first), 0), np.uint32)
 
@@ -119,11 +119,11 @@ class Agreement:
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self._facts = ""
+        self._facts: Callable[[], Any] = tuple
 
-    def on(self, *facts: Any) -> None:
-        """Say what this process is about to do."""
-        self._facts = repr(facts)
+    def on(self, facts: Callable[[], Any]) -> None:
+        """Say what this process is about to do, in values that have one ``repr`` each; asked for only if needed."""
+        self._facts = facts
 
     def __enter__(self) -> Self:
         return self
@@ -132,8 +132,9 @@ class Agreement:
         if not self._processes.talk or not isinstance(error, Exception | None):
             return
         said = np.zeros(_WORDS, np.uint32)
-        said[:8] = np.frombuffer(hashlib.sha256(self._facts.encode()).digest(), np.uint32)
-        if error is not None:
+        if error is None:
+            said[:8] = np.frombuffer(hashlib.sha256(repr(self._facts()).encode()).digest(), np.uint32)
+        else:
             text = f"{type(error).__name__}\n{error}".encode()[: said[8:].nbytes]
             said[8:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
         heard = self._processes.gather(said)
@@ -145,10 +146,8 @@ class Agreement:
         for number, words in zip(self._processes.numbers, texts, strict=True):
             name, _, text = words.tobytes().rstrip(b"\0").decode(errors="replace").partition("\n")
             if name:
-                known = getattr(errors, name, DynajaxError)
-                raise known(
-                    f"process {number}: {text}" if known.__name__ == name else f"process {number}: {name}: {text}"
-                )
+                known = getattr(errors, name, None)
+                raise known(f"process {number}: {text}") if known else DynajaxError(f"process {number}: {name}: {text}")
 
     def _require_equal(self, digests: np.ndarray) -> None:
         alike: dict[bytes, list[int]] = {}

@@ -67,7 +67,7 @@ def spread(devices: Devices, shape: Shape, buffers: Mapping[jax.Device, jax.Arra
     """One array over the devices, made of the buffers of those that are of this process."""
     sharding = NamedSharding(_mesh(devices), _spec(shape))
     return jax.make_array_from_single_device_arrays(
-        _whole(devices, shape), sharding, [buffers[d] for d in _here(devices)], dtype=dtype
+        _whole(devices, shape), sharding, [buffers[d] for d in of_this_process(devices)], dtype=dtype
     )
 
 
@@ -76,24 +76,29 @@ def gathered(array: jax.Array) -> dict[jax.Device, jax.Array]:
     return {s.device: s.data for s in array.addressable_shards}
 
 
-def has_some_here(devices: Devices) -> bool:
-    """True if a device of them is of this process."""
-    return bool(devices) and bool(_here(devices))
+def of_this_process(devices: Devices) -> list[jax.Device]:
+    """Those that are of this process, in their order."""
+    return _mesh(devices).local_devices if devices else []
 
 
-def place(devices: Devices, rows: np.ndarray) -> jax.Array:
-    """Numbers on the devices: row k on device k. Rows of devices of other processes are not looked at."""
-    return _given(rows.reshape(-1), NamedSharding(_mesh(devices), PartitionSpec("device")))
+def place(devices: Devices, table: np.ndarray, owners: Sequence[jax.Device]) -> jax.Array:
+    """A row of numbers on each device.
+
+    Args:
+        devices: where rows are needed.
+        table: rows for devices of this process; other processes have those of theirs.
+        owners: device of each row.
+    """
+    rows, here = dict(zip(owners, table, strict=True)), of_this_process(devices)
+    put = jax.device_put([rows[d] for d in here], here)
+    return spread(devices, table.shape[1:], dict(zip(here, put, strict=True)), table.dtype)
 
 
 def tell(devices: Devices, numbers: Any) -> jax.Array:
-    """Numbers that all devices are told; the same in every process."""
-    return _given(np.asarray(numbers, np.int32), NamedSharding(_mesh(devices), PartitionSpec()))
-
-
-def _given(whole: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Not by ``device_put``: that has all processes compare what they put."""
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
+    """Numbers that all devices are told, the same in every process. (``device_put`` would have them compare.)"""
+    told = np.asarray(numbers, np.int32)
+    sharding = NamedSharding(_mesh(devices), PartitionSpec())
+    return jax.make_array_from_callback(told.shape, sharding, lambda index: told[index], dtype=told.dtype)
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -224,11 +229,6 @@ def _mesh(devices: Devices) -> Mesh:
     return Mesh(np.asarray(devices, dtype=object), ("device",))
 
 
-def _here(devices: Devices) -> list[jax.Device]:
-    """Those of this process."""
-    return _mesh(devices).local_devices
-
-
 def _spec(shape: Shape) -> PartitionSpec:
     return PartitionSpec("device") if shape else PartitionSpec()
 
@@ -267,7 +267,7 @@ def _compiled(
     body.__name__ = body.__qualname__ = f"dynajax_{name}"
     mapped = jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)
     program = jax.jit(mapped, donate_argnums=() if donate is None else donate)
-    if _here(devices):
+    if of_this_process(devices):
         return program.lower(*arguments).compile()
     return functools.partial(_nothing, jax.eval_shape(program, *arguments), mesh)
 

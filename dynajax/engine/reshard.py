@@ -161,24 +161,17 @@ def reshard(
             _checked(plan, unique, places, path, safe)
         # What still runs may have collectives in it, and those of the move must not begin before they are done.
         jax.block_until_ready([source.array for leaf in leaves for source in leaf.sources])
-        weak = [leaf.index for leaf in leaves if leaf.is_alone and private.is_weak(leaf.array)]
-        agreement.on(plan.digest, path, safe, check, len(again), weak)
-    transport = _transport(path, places, watch, plan.budget, unique)
-    try:
-        moved = _move(plan, unique, places, transport, processes, watch, safe=safe, check=check, snapshot=snapshot)
-        if again:
-            moved |= _copies_of(again, moved, places, transport, processes, watch)
-    finally:
-        transport.close()
-    if safe:
-        with watch.phase("free"):
-            give_up({source: None for leaf in unique for source in leaf.sources}, moved.values())
+        chosen = plan
+        agreement.on(lambda: (chosen.digest, path, safe, check, len(again), _weak(leaves)))
+    moved = _move(
+        plan, unique, again, places, processes, path, watch, safe=safe, check=check or safe, snapshot=snapshot
+    )
     for index, array in moved.items():
         all_leaves[index] = array
     report = watch.report(
         plan,
         bytes_by_tier=places.by_tier(plan),
-        peak_extra_bytes=peak_extra(plan, transport.overhead),
+        peak_extra_bytes=peak_extra(plan, _beside(path, plan.budget, places, unique)),
         leaves=len(leaves),
         path=path,
         commit="staged" if plan.donate else "safe" if safe else "kept",
@@ -191,22 +184,31 @@ def reshard(
 def _move(
     plan: Plan,
     leaves: list[Leaf],
+    again: list[tuple[Leaf, Leaf]],
     places: Places,
-    transport: Transport,
     processes: Processes,
+    path: Path,
     watch: Stopwatch,
     *,
     safe: bool,
     check: bool,
     snapshot: str | None,
 ) -> dict[int, jax.Array]:
-    """Target arrays by leaf index, checked if asked for or if the source is to be given up safely."""
-    check = check or safe
-    if check:
-        with watch.phase("verify"):
-            check_replicas(plan, leaves, places, processes)
-    share = plan.donate or safe
-    return execute(plan, leaves, places, transport, processes, watch, share=share, check=check, snapshot=snapshot)
+    """Target arrays by leaf index."""
+    transport, share = _transport(path, places, watch, plan.budget, leaves), plan.donate or safe
+    try:
+        if check:
+            with watch.phase("verify"):
+                check_replicas(plan, leaves, places, processes)
+        moved = execute(plan, leaves, places, transport, processes, watch, share=share, check=check, snapshot=snapshot)
+        if again:
+            moved |= _copies_of(again, moved, places, transport, processes, watch)
+    finally:
+        transport.close()
+    if safe:
+        with watch.phase("free"):
+            give_up({source: None for leaf in leaves for source in leaf.sources}, moved.values())
+    return moved
 
 
 def _plan(
@@ -293,6 +295,11 @@ def _refuse_unusable(leaves: list[Leaf]) -> None:
         known, alone = first.setdefault(id(source.array), (source, leaf.is_alone))
         if known is not source and not (alone and leaf.is_alone):
             raise TargetError(f"{leaf.tensor.path}: one array is at two places of the state; give each its own copy")
+
+
+def _weak(leaves: list[Leaf]) -> list[int]:
+    """Which leaves have a weak type, of which plans know nothing."""
+    return [leaf.index for leaf in leaves if leaf.is_alone and private.is_weak(leaf.array)]
 
 
 def _without_repeats(leaves: list[Leaf], places: Places) -> tuple[list[Leaf], list[tuple[Leaf, Leaf]]]:

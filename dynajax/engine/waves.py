@@ -18,6 +18,7 @@ from dynajax.engine.words import Words
 from dynajax.errors import LayoutError
 from dynajax.planner.route import Copies
 from dynajax.vps.region import Ints
+from dynajax.vps.tiling import sums
 
 NOWHERE = np.int32(2**31 - 1)
 
@@ -50,20 +51,16 @@ class Grains:
         )
         return Grains(sender, receiver, source * parts + part, target * parts + part)
 
-    def largest_message(self, devices: int) -> int:
-        """Grains from one device to another, at most."""
-        return int(np.bincount(self.sender * devices + self.receiver).max(initial=0))
-
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """One filling of the buckets.
+    """One filling of the buckets, as the devices of this process see it.
 
     Attributes:
-        rounds: XOR step of each bucket, shape (buckets,).
+        rounds: XOR step of each bucket, shape (buckets,); the same in all processes, and so is the count.
         count: buckets in use; the rest does not travel.
-        source, target: grain of the source or target buffer at each place of each bucket, shape (devices, places).
-            Places that hold nothing have any source and ``NOWHERE`` as target.
+        source, target: grain of the source or target buffer at each place of each bucket, shape (devices of this
+            process, places). Places that hold nothing have any source and ``NOWHERE`` as target.
     """
 
     rounds: np.ndarray
@@ -138,29 +135,45 @@ def grains_of(c: Copies, rows: np.ndarray, size: int, device: Ints) -> Grains:
     return Grains(device[c.source[rows]][row], device[c.target[rows]][row], source // size, target // size)
 
 
-def waves_of(grains: Grains, devices: int, buckets: int, places: int) -> Iterator[Wave]:
+def messages(c: Copies, rows: np.ndarray, size: int, device: Ints, devices: int) -> Ints:
+    """Grains that each device has for each other, shape (devices, devices); ``grains_of`` says what they are."""
+    pair = device[c.source[rows]] * devices + device[c.target[rows]]
+    return sums(pair, c.volumes[rows] // size, devices * devices).reshape(devices, devices)
+
+
+def longest_of(sent: Ints) -> Ints:
+    """The longest message of each XOR step, from those between all devices, shape (devices, devices)."""
+    devices = len(sent)
+    longest = np.zeros(1 << max(devices - 1, 0).bit_length(), np.int64)
+    np.maximum.at(longest, np.arange(devices)[:, None] ^ np.arange(devices), sent)
+    return longest
+
+
+def waves_of(grains: Grains, longest: Ints, here: Ints, buckets: int, places: int) -> Iterator[Wave]:
     """The grains in waves.
 
     Args:
-        grains: what to send.
-        devices: how many there are.
+        grains: what the devices of this process send and receive.
+        longest: grains of the longest message of each XOR step in any process.
+        here: numbers of the devices of this process, ascending.
         buckets: of a device.
         places: grains in a bucket.
     """
     order = np.lexsort((grains.target, grains.receiver, grains.sender))
     sender, receiver = grains.sender[order], grains.receiver[order]
-    message = sender * devices + receiver
-    _, first, length = np.unique(message, return_index=True, return_counts=True)
+    steps = len(longest)
+    _, first, length = np.unique(sender * steps + receiver, return_index=True, return_counts=True)
     chunk, place = np.divmod(np.arange(len(order)) - np.repeat(first, length), places)
-    step = 1 << (devices - 1).bit_length()
-    travels, bucket = np.unique(chunk * step + (sender ^ receiver), return_inverse=True)
-    wave, at = np.divmod(bucket.ravel(), buckets)
+    chunks = np.arange(-(-int(longest.max(initial=0)) // places))
+    travels = np.flatnonzero(chunks[:, None] * places < longest)
+    wave, at = np.divmod(np.searchsorted(travels, chunk * steps + (sender ^ receiver)), buckets)
+    column = at * places + place
+    sent, came = np.isin(sender, here), np.isin(receiver, here)
     for number in range(-(-len(travels) // buckets)):
-        now = wave == number
-        column = at[now] * places + place[now]
-        source = np.zeros((devices, buckets * places), np.int32)
-        target = np.full((devices, buckets * places), NOWHERE)
-        source[sender[now], column] = grains.source[order][now]
-        target[receiver[now], column] = grains.target[order][now]
-        mine = travels[number * buckets : (number + 1) * buckets] % step
+        out, into = sent & (wave == number), came & (wave == number)
+        source = np.zeros((len(here), buckets * places), np.int32)
+        target = np.full((len(here), buckets * places), NOWHERE)
+        source[np.searchsorted(here, sender[out]), column[out]] = grains.source[order][out]
+        target[np.searchsorted(here, receiver[into]), column[into]] = grains.target[order][into]
+        mine = travels[number * buckets : (number + 1) * buckets] % steps
         yield Wave(np.pad(mine, (0, buckets - len(mine))).astype(np.int32), len(mine), source, target)

@@ -16,7 +16,7 @@ import numpy as np
 from dynajax.bytesize import format_bytes
 from dynajax.engine import _jax_private as private
 from dynajax.engine import programs
-from dynajax.engine.cargo import Cargo, Parcel, cargoes_of, is_small
+from dynajax.engine.cargo import Cargo, Parcel, Ranks, cargoes_of, is_small
 from dynajax.engine.places import Places
 from dynajax.engine.processes import waiting
 from dynajax.engine.programs import Buckets, Devices
@@ -98,7 +98,11 @@ class Xla:
     def __init__(self, places: Places, watch: Stopwatch, budget: int, leaves: Iterable[Leaf]) -> None:
         self._places, self._watch = places, watch
         self._devices: Devices = places.devices
-        self._number = {d: k for k, d in enumerate(self._devices)}
+        number = {d: k for k, d in enumerate(self._devices)}
+        self._here = programs.of_this_process(self._devices)
+        here = np.asarray([number[d] for d in self._here], np.int64)
+        of_place = np.asarray([number[d] for d, _ in places.places], np.int64)
+        self._ranks = Ranks(of_place, len(self._devices), here)
         self._buckets = buckets_within(budget, len(self._devices))
         self._area: dict[jax.Device, jax.Array] = {}
         self.overhead = overhead(budget, len(self._devices), leaves)
@@ -125,8 +129,7 @@ class Xla:
 
     def _cargoes(self, stage: Stage) -> tuple[list[Parcel], list[Cargo]]:
         parcels = [Parcel(move, leaf, self._places, self._buckets.words) for move, leaf in stage]
-        rank = np.asarray([self._number[d] for d, _ in self._places.places], np.int64)
-        return parcels, cargoes_of(parcels, self._buckets, rank)
+        return parcels, cargoes_of(parcels, self._buckets, self._ranks)
 
     def _compile(self, cargoes: Sequence[Cargo]) -> None:
         if cargoes:
@@ -141,7 +144,7 @@ class Xla:
             source = cargo.load()
         with self._watch.phase("unpack"):
             target = programs.zeros(cargo.receivers, cargo.target.shape, cargo.target.words.dtype)()
-        for relayed, wave in cargo.waves(len(self._devices)):
+        for relayed, wave in cargo.waves():
             with self._watch.phase("pack"):
                 self._pack(cargo, wave, target if relayed else source, relayed)
             with self._watch.phase("move"):
@@ -170,7 +173,7 @@ class Xla:
         return jax.block_until_ready(program(target, self._over(cargo.receivers), grains))
 
     def _rows(self, devices: Devices, table: np.ndarray) -> jax.Array:
-        return programs.place(devices, table[[self._number[d] for d in devices]])
+        return programs.place(devices, table, self._here)
 
     def _over(self, devices: Devices) -> jax.Array:
         """The buckets of some devices, as one array."""

@@ -26,7 +26,7 @@ from dynajax.errors import DynajaxError
 from dynajax.meshes import Tier, Topology
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from engine.states import assert_same_bits, bytes_not_held, live_bytes
+from engine.states import assert_same_bits, bytes_not_held, is_key, live_bytes
 
 P = PartitionSpec
 BUDGET = "64KB"
@@ -45,7 +45,7 @@ def put(values: Any, sharding: Any, absent: bool = False) -> Any:
         kind = getattr(x, "weak_type", False)
         if absent and not s.addressable_devices:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=kind)
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_key(x):
             words = np.asarray(jax.random.key_data(x))
             made = jax.make_array_from_callback(words.shape, s, lambda i: words[i], dtype=words.dtype)
             return jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 import dynajax as dj
 from dynajax.engine import programs
 from dynajax.engine.reshard import Path
-from dynajax.engine.waves import NOWHERE, Grains, waves_of, words_and_grain
+from dynajax.engine.waves import NOWHERE, Grains, longest_of, waves_of, words_and_grain
 from dynajax.engine.words import Words, is_packed
 from dynajax.errors import LayoutError, TopologyError
 from dynajax.meshes import Tier, Topology
@@ -74,15 +74,26 @@ def test_waves_bring_every_grain_where_it_belongs(data: st.DataObject) -> None:
     source, target = rng.integers(0, 50, len(pair)), rng.permutation(len(pair))
     held = rng.integers(0, 2**31, (devices, 50))
     made = np.full((devices, len(pair)), -1)
-    for wave in waves_of(Grains(sender, receiver, source, target), devices, buckets, places):
+    process = np.asarray(data.draw(st.lists(st.integers(0, 2), min_size=devices, max_size=devices)))
+    longest = longest_of(np.asarray(sizes).reshape(devices, devices))
+    seen = []
+    for k in np.unique(process):
+        here, mine = np.flatnonzero(process == k), (process[sender] == k) | (process[receiver] == k)
+        grains = Grains(sender[mine], receiver[mine], source[mine], target[mine])
+        seen.append((here, list(waves_of(grains, longest, here, buckets, places))))
+    for waves in zip(*(waves for _, waves in seen), strict=True):
+        order = np.argsort(np.concatenate([here for here, _ in seen]))
+        taken, put = (np.concatenate([getattr(w, end) for w in waves])[order] for end in ("source", "target"))
+        wave = waves[0]
+        assert all(w.count == wave.count and np.array_equal(w.rounds, wave.rounds) for w in waves)
         assert 0 < wave.count <= buckets
-        area = np.take_along_axis(held, wave.source, axis=1).reshape(devices, buckets, places)
+        area = np.take_along_axis(held, taken, axis=1).reshape(devices, buckets, places)
         came = np.full_like(area, -2)
         for bucket, step in enumerate(wave.rounds.tolist()):
             for device in range(devices):
                 if device ^ step < devices and bucket < wave.count:
                     came[device ^ step, bucket] = area[device, bucket]
-        for device, row in enumerate(wave.target):
+        for device, row in enumerate(put):
             written = row != NOWHERE
             assert (made[device, row[written]] == -1).all()
             made[device, row[written]] = came.reshape(devices, -1)[device, written]
