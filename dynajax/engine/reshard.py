@@ -161,11 +161,9 @@ def reshard(
             _checked(plan, unique, places, path, safe)
         # What still runs may have collectives in it, and those of the move must not begin before they are done.
         jax.block_until_ready([source.array for leaf in leaves for source in leaf.sources])
-        chosen = plan
-        agreement.on(lambda: (chosen.digest, path, safe, check, len(again), _weak(leaves)))
-    moved = _move(
-        plan, unique, again, places, processes, path, watch, safe=safe, check=check or safe, snapshot=snapshot
-    )
+        agreement.on(lambda chosen=plan: (chosen.digest, path, safe, check, len(again), _weak(leaves)))
+    check |= safe
+    moved = _move(plan, unique, again, places, processes, path, watch, safe=safe, check=check, snapshot=snapshot)
     for index, array in moved.items():
         all_leaves[index] = array
     report = watch.report(
