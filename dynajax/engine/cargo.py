@@ -1,4 +1,8 @@
-"""What an exchange carries at a time: one large leaf, or a crate that small leaves between the same devices share."""
+"""What an exchange carries at a time: one large leaf, or a crate that small leaves between the same devices share.
+
+It goes in turns. What only has to be written goes in the first; of what is to be summed one part goes in each, so that
+sums are made in the order of the plan; what is passed on goes when all that is there.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,12 +24,14 @@ from dynajax.engine.programs import Buckets, Devices, Hold
 from dynajax.engine.transport import Outline
 from dynajax.engine.tree import Leaf
 from dynajax.engine.waves import (
+    PASSED_ON,
     Grains,
     Wave,
     grains_of,
     longest_of,
     longest_run,
     messages,
+    turns_of,
     waves_of,
     words_and_grain,
 )
@@ -45,6 +52,8 @@ class Parcel(Outline):
         receivers: devices whose target buffer is made, likewise.
         source_shape: of one physical source shard.
         words, grain: how its elements travel; the grain in words.
+        turns: when each copy is made, see ``turns_of``.
+        summed: what its words are if some of them are added to others.
         sizes: words of a source and of a target shard.
         made: the target buffers by place, as far as they are made.
     """
@@ -58,13 +67,15 @@ class Parcel(Outline):
         run = longest_run(move.copies, elements[0] // self._inner, elements[1] // self._inner) * self._inner
         dtype = np.dtype(np.uint8) if is_packed(self.dtype) else self.dtype
         self.words, self.grain = words_and_grain(dtype, run, most, max(elements))
+        self.turns = turns_of(move.copies)
+        self.summed = self.words if move.copies.added.any() else None
         self.sizes = self.words.count(elements[0]), self.words.count(elements[1])
         self.made: dict[int, jax.Array] = {}
 
-    def grains(self, relayed: bool, grain: int, ranks: Ranks) -> tuple[Grains, Ints]:
+    def grains(self, turn: int, grain: int, ranks: Ranks) -> tuple[Grains, Ints]:
         """What this process's devices send and receive, in grains of so many words, and what all send to each other."""
         c, rank = self.move.copies, ranks.of_place
-        rows, size = np.flatnonzero(c.relayed == relayed), self.words.elements(self.grain) // self._inner
+        rows, size = np.flatnonzero(self.turns == turn), self.words.elements(self.grain) // self._inner
         mine = rows[np.isin(rank[c.source[rows]], ranks.here) | np.isin(rank[c.target[rows]], ranks.here)]
         parts = self.grain // grain
         return grains_of(c, mine, size, rank).finer(parts), messages(c, rows, size, rank, ranks.count) * parts
@@ -163,25 +174,22 @@ class Cargo:
         return Hold(shape, words, self._grain)
 
     @cached_property
-    def _grains(self) -> dict[bool, tuple[Grains, Ints]]:
-        """What is copied out of the sources, and what is passed on out of the targets; without what is empty.
+    def _grains(self) -> dict[int, tuple[Grains, Ints]]:
+        """What is copied in each turn, with the longest message of each XOR step; without what is empty."""
+        found = {turn: self._cut(turn) for turn in sorted({int(t) for p in self.parcels for t in np.unique(p.turns)})}
+        return {turn: (grains, longest) for turn, (grains, longest) in found.items() if longest.any()}
 
-        Each with the longest message of each XOR step.
-        """
-        found = {relayed: self._cut(relayed) for relayed in (False, True)}
-        return {relayed: (grains, longest) for relayed, (grains, longest) in found.items() if longest.any()}
-
-    def _cut(self, relayed: bool) -> tuple[Grains, Ints]:
+    def _cut(self, turn: int) -> tuple[Grains, Ints]:
         """All parcels in grains; those of one geometry are cut once."""
         cut: dict[tuple[int, Words], tuple[Grains, Ints]] = {}
         parts, sent = [], np.zeros((self.ranks.count, self.ranks.count), np.int64)
         for parcel, *at in zip(self.parcels, self._offsets(0), self._offsets(1), strict=True):
             key = id(parcel.move.route), parcel.words
             if key not in cut:
-                cut[key] = parcel.grains(relayed, self._grain, self.ranks)
+                cut[key] = parcel.grains(turn, self._grain, self.ranks)
             g, between = cut[key]
             sent += between
-            read, write = at[relayed] // self._grain, at[1] // self._grain
+            read, write = at[turn == PASSED_ON] // self._grain, at[1] // self._grain
             parts.append(Grains(g.sender, g.receiver, g.source + read, g.target + write))
         return Grains.concatenate(parts), longest_of(sent)
 
@@ -195,19 +203,29 @@ class Cargo:
         most = max(int(longest.max()) for _, longest in self._grains.values()) * self._grain
         return min(1 << (most - 1).bit_length(), self.buckets.words)
 
-    def waves(self) -> Iterator[tuple[bool, Wave]]:
-        """The waves that carry it, and True for those that pass on what came by the others."""
-        for relayed, (grains, longest) in self._grains.items():
+    def waves(self) -> Iterator[tuple[int, Wave]]:
+        """The waves that carry it, each with its turn."""
+        for turn, (grains, longest) in self._grains.items():
             for wave in waves_of(grains, longest, self.ranks.here, self.buckets.count, self.used // self._grain):
-                yield relayed, wave
+                yield turn, wave
+
+    def packing(self, turn: int) -> tuple[Devices, Any]:
+        """The devices that pack in a turn, and the program they do it by: out of sources, or of what came before."""
+        passed = turn == PASSED_ON
+        senders, hold = (self.receivers, self.target) if passed else (self.senders, self.source)
+        return senders, programs.pack(senders, hold, self.buckets, self.used)
+
+    def unpacking(self, turn: int) -> Any:
+        """The program by which receivers unpack in a turn: they write, or add."""
+        summed = self.parcels[0].summed if 0 < turn < PASSED_ON else None
+        return programs.unpack(self.receivers, self.target, self.buckets, self.used, summed)
 
     def compile(self) -> None:
         """Have the programs that load, pack, unpack and unload it."""
         programs.zeros(self.receivers, self.target.shape, self.target.words.dtype)
-        for relayed in self._grains:
-            senders, hold = (self.receivers, self.target) if relayed else (self.senders, self.source)
-            programs.pack(senders, hold, self.buckets, self.used)
-            programs.unpack(self.receivers, self.target, self.buckets, self.used)
+        for turn in self._grains:
+            self.packing(turn)
+            self.unpacking(turn)
         if self.is_crate:
             programs.zeros(self.senders, self.source.shape, _WORD.dtype)
             for shape, words, members in self._calls(0):
@@ -265,11 +283,11 @@ def is_small(words: int, buckets: Buckets) -> bool:
 def cargoes_of(parcels: Sequence[Parcel], buckets: Buckets, ranks: Ranks) -> list[Cargo]:
     """Large leaves alone, small ones by the crate; leaves that stay whole are in none."""
     cargoes: list[Cargo] = []
-    crates: dict[tuple[Devices, Devices], Cargo] = {}
+    crates: dict[tuple[Devices, Devices, Words | None], Cargo] = {}
     for parcel in parcels:
         if not parcel.receivers:
             continue
-        key = parcel.senders, parcel.receivers
+        key = parcel.senders, parcel.receivers, parcel.summed
         crate = crates.get(key)
         if not is_small(max(parcel.sizes), buckets):
             cargoes.append(Cargo(buckets, ranks, [parcel], is_crate=False))

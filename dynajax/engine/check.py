@@ -1,7 +1,8 @@
 """Do the replicas of the source agree, and is every moved byte that of its source?
 
 Each side hashes what lies on its devices, the hashes are told to all processes, and all compare the same ones: so all
-raise alike, and no byte travels for the comparison.
+raise alike, and no byte travels for the comparison. Sums are made again for it inside one process, where all parts
+are; between processes they are not compared.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ def check_replicas(plan: Plan, leaves: Sequence[Leaf], places: Places, processes
         CheckError: naming the leaf and the devices that differ.
     """
     hashes: list[Hashes] = []
-    for move, leaf in zip(plan.moves, leaves, strict=True):
+    pairs = [pair for pair in zip(plan.moves, leaves, strict=True) if not pair[0].source.partial]
+    for move, leaf in pairs:
         region = move.source.region
-        held = [_buffers(source.array, move, places) for source in leaf.sources]
+        held = [_buffers(source.array, word_of(move.tensor.itemsize), places) for source in leaf.sources]
         array, offset = located(leaf.sources, region.offset)
         boxes = (array.tolist(), move.source.holder, offset, region.stride, region.hi - region.lo)
         hashes.append(_hashes(held, *boxes))
-    for move, known in zip(plan.moves, _told(hashes, processes), strict=True):
+    for (move, _), known in zip(pairs, _told(hashes, processes), strict=True):
         _, _, box = algebra.unique_boxes(move.source.region.lo, move.source.region.hi)
         _, first = np.unique(box, return_index=True)
         differs = np.flatnonzero(known != known[first][box])
@@ -63,9 +65,15 @@ def check_moved(
     hashes: list[Hashes] = []
     for (move, leaf), array in zip(pairs, moved, strict=True):
         c = move.copies
-        held = [_buffers(a, move, places) for a in (leaf.array, array)]
-        hashes.append(_hashes(held, c.relayed.tolist(), c.source, c.source_offset, c.source_stride, c.extent))
-        hashes.append(_hashes(held, [1] * len(c.target), c.target, c.target_offset, c.target_stride, c.extent))
+        goes_on = np.append(c.added[1:], False)
+        word = np.dtype(leaf.array.dtype) if c.added.any() else word_of(move.tensor.itemsize)
+        held = [_buffers(a, word, places) for a in (leaf.array, array)]
+        added = c.added & places.are_here
+        for side in (
+            _hashes(held, c.relayed.tolist(), c.source, c.source_offset, c.source_stride, c.extent, added),
+            _hashes(held, [1] * len(c.target), c.target, c.target_offset, c.target_stride, c.extent),
+        ):
+            hashes.append(np.where(goes_on | (c.added & ~added), np.uint64(0), side))
     told = _told(hashes, processes)
     for (move, _), sent, came in zip(pairs, told[::2], told[1::2], strict=True):
         for row in np.flatnonzero(sent != came)[:1].tolist():
@@ -73,14 +81,19 @@ def check_moved(
             raise CheckError(f"{move.tensor.path}: the bytes that {device} holds are not those of its source")
 
 
-def _buffers(array: Any, move: Move, places: Places) -> dict[int, View]:
+def _buffers(array: Any, word: np.dtype[Any], places: Places) -> dict[int, View]:
     """What lies in the shards of an array that are here, by place, in elements."""
-    word = word_of(move.tensor.itemsize)
     return {n: bytes_of(shard).view(word) for n, shard in shards_of(array, places).items()}
 
 
 def _hashes(
-    held: Sequence[Mapping[int, View]], array: Sequence[int], place: Ints, offset: Ints, stride: Ints, extent: Ints
+    held: Sequence[Mapping[int, View]],
+    array: Sequence[int],
+    place: Ints,
+    offset: Ints,
+    stride: Ints,
+    extent: Ints,
+    added: NDArray[np.bool_] | None = None,
 ) -> Hashes:
     """Of boxes, one row each; 0 for those that are not here.
 
@@ -88,13 +101,16 @@ def _hashes(
         held: the buffers of some arrays by place.
         array: which of them a box lies in.
         place, offset, stride, extent: where in it.
+        added: True for a box that is added to those before it, as is then hashed.
     """
-    made = np.zeros(len(place), np.uint64)
+    made, total = np.zeros(len(place), np.uint64), np.zeros(())
     rows = zip(array, place.tolist(), offset.tolist(), stride.tolist(), extent.tolist(), strict=True)
     for row, (k, number, first, strides, sizes) in enumerate(rows):
         if number in held[k]:
-            box = np.ascontiguousarray(view(held[k][number], first, strides, sizes))
-            made[row] = int.from_bytes(hashlib.sha256(box.data).digest()[:8], "little")
+            box = view(held[k][number], first, strides, sizes)
+            total = total + box if added is not None and added[row] else box
+            content = np.ascontiguousarray(total).view(np.uint8)
+            made[row] = int.from_bytes(hashlib.sha256(content.data).digest()[:8], "little")
     return made
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from dynajax.engine import _jax_private as private
 from dynajax.engine.tree import Bundle, Held, Leaf, Stored
+from dynajax.engine.words import can_be_summed
 from dynajax.errors import LayoutError, TargetError, TopologyError
 from dynajax.meshes import Topology
 from dynajax.planner import Plan
@@ -116,8 +117,6 @@ def array_tiling(sharding: Sharding, shape: tuple[int, ...], places: Places) -> 
         LayoutError: the sharding does not fit the shape.
     """
     if isinstance(sharding, NamedSharding):
-        if getattr(sharding.spec, "unreduced", None):
-            raise LayoutError(f"{sharding.spec} has unreduced axes: sum them before the move")
         numbers = places.numbers(sharding)
         devices = np.asarray(sharding.mesh.devices).flat
         return named_tiling(sharding, shape, np.asarray([numbers[d] for d in devices], np.int64))
@@ -137,7 +136,13 @@ def layouts(leaves: list[Leaf], places: Places) -> tuple[Layout, Layout]:
     """Source and target layout of the leaves."""
     space = Space(tuple(leaf.tensor for leaf in leaves))
     before, after = [leaf.sources for leaf in leaves], [leaf.targets for leaf in leaves]
-    return _layout(space, before, places, True), _layout(space, after, places, False)
+    source, target = _layout(space, before, places, True), _layout(space, after, places, False)
+    for leaf, has, wants in zip(leaves, source.tilings, target.tilings, strict=True):
+        if wants.partial:
+            raise TargetError(f"{leaf.tensor.path}: the target has unreduced axes, and a move makes no parts of a sum")
+        if has.partial and not can_be_summed(leaf.sources[0].array.dtype):
+            raise TargetError(f"{leaf.tensor.path}: parts of {leaf.tensor.dtype} cannot be summed on the way")
+    return source, target
 
 
 def _layout(space: Space, held: list[tuple[Held, ...]], places: Places, spare_copies: bool) -> Layout:

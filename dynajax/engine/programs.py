@@ -153,11 +153,17 @@ def pack(devices: Devices, hold: Hold, buckets: Buckets, used: int) -> Any:
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def unpack(devices: Devices, hold: Hold, buckets: Buckets, used: int) -> Any:
-    """``(buffer, area, grains) -> buffer``: the inverse of ``pack``; grains past the end are dropped."""
+def unpack(devices: Devices, hold: Hold, buckets: Buckets, used: int, summed: Words | None = None) -> Any:
+    """``(buffer, area, grains) -> buffer``: the inverse of ``pack``; grains past the end are dropped.
+
+    With ``summed``, which says what the words are, they are added to what the buffer has.
+    """
 
     def body(buffer: jax.Array, area: jax.Array, grains: jax.Array) -> jax.Array:
         came = area.reshape(buckets.count, -1)[:, :used].reshape(-1, hold.grain)
+        if summed:
+            rows = hold.words.unsigned(hold.rows(buffer).at[grains].get(mode="clip"))
+            came = summed.sum(hold.words.join(rows), came)
         rows = hold.words.typed(hold.words.split(came))
         return hold.rows(buffer).at[grains].set(rows, mode="drop", unique_indices=True).reshape(hold.shape)
 

@@ -63,6 +63,10 @@ class Words:
             rows = rows.reshape(rows.shape[0], -1, self.dtype.itemsize // size)
         return jax.lax.bitcast_convert_type(rows, self.dtype)
 
+    def sum(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """The sums of the elements of two rows of words, as such words; in the elements' dtype."""
+        return self.join(self.unsigned(self.typed(self.split(a)) + self.typed(self.split(b))))
+
     def join(self, rows: jax.Array) -> jax.Array:
         """Unsigned integers as words, shape (rows, words)."""
         size = rows.dtype.itemsize
@@ -98,6 +102,11 @@ def packed_again(array: jax.Array, dtype: Any) -> jax.Array:
 def is_packed(dtype: Any) -> bool:
     """True for numbers of less than a byte."""
     return _bits(dtype) < 8
+
+
+def can_be_summed(dtype: Any) -> bool:
+    """True for numbers that have whole bytes to themselves."""
+    return jnp.issubdtype(dtype, jnp.number) and not is_packed(dtype)
 
 
 def _bits(dtype: Any) -> int:

@@ -23,7 +23,7 @@ from dynajax.engine.programs import Buckets, Devices
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.transport import Stage
 from dynajax.engine.tree import Leaf
-from dynajax.engine.waves import Wave
+from dynajax.engine.waves import PASSED_ON, Wave
 from dynajax.engine.words import Words, is_packed
 from dynajax.errors import BudgetError
 
@@ -144,19 +144,18 @@ class Xla:
             source = cargo.load()
         with self._watch.phase("unpack"):
             target = programs.zeros(cargo.receivers, cargo.target.shape, cargo.target.words.dtype)()
-        for relayed, wave in cargo.waves():
+        for turn, wave in cargo.waves():
             with self._watch.phase("pack"):
-                self._pack(cargo, wave, target if relayed else source, relayed)
+                self._pack(cargo, turn, wave, target if turn == PASSED_ON else source)
             with self._watch.phase("move"):
                 self._exchange(wave)
             with self._watch.phase("unpack"):
-                target = self._unpack(cargo, wave, target)
+                target = self._unpack(cargo, turn, wave, target)
         with self._watch.phase("unpack"):
             cargo.unload(target)
 
-    def _pack(self, cargo: Cargo, wave: Wave, buffer: jax.Array, relayed: bool) -> None:
-        senders, hold = (cargo.receivers, cargo.target) if relayed else (cargo.senders, cargo.source)
-        program = programs.pack(senders, hold, self._buckets, cargo.used)
+    def _pack(self, cargo: Cargo, turn: int, wave: Wave, buffer: jax.Array) -> None:
+        senders, program = cargo.packing(turn)
         self._fill(program(self._over(senders), buffer, self._rows(senders, wave.source)))
 
     def _exchange(self, wave: Wave) -> None:
@@ -167,10 +166,9 @@ class Xla:
             with waiting():
                 self._fill(jax.block_until_ready(program(self._over(self._devices), *told)))
 
-    def _unpack(self, cargo: Cargo, wave: Wave, target: jax.Array) -> jax.Array:
-        program = programs.unpack(cargo.receivers, cargo.target, self._buckets, cargo.used)
+    def _unpack(self, cargo: Cargo, turn: int, wave: Wave, target: jax.Array) -> jax.Array:
         grains = self._rows(cargo.receivers, wave.target)
-        return jax.block_until_ready(program(target, self._over(cargo.receivers), grains))
+        return jax.block_until_ready(cargo.unpacking(turn)(target, self._over(cargo.receivers), grains))
 
     def _rows(self, devices: Devices, table: np.ndarray) -> jax.Array:
         return programs.place(devices, table, self._here)

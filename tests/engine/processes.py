@@ -18,7 +18,7 @@ from typing import Any, cast
 import jax
 import ml_dtypes
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import dynajax as dj
 from dynajax.engine import Stored, prepare_reshard, xla
@@ -167,6 +167,24 @@ def padding_and_weak_types() -> None:
     moved, _ = dj.reshard(weak(on(range(6), P())), on([3, 2], P()))
     assert moved.aval.weak_type
     assert_same_bits(moved, np.float32(3))
+
+
+def sums() -> None:
+    """Parts on devices of all processes are added in the order of the devices, and a sum is passed on inside nodes."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(3, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    source = NamedSharding(mesh, P(None, "y", unreduced=frozenset({"x"})))
+    for shape, dtype in (((48, 48), np.float32), ((12, 4), ml_dtypes.bfloat16), ((96, 48), np.float16)):
+        parts = (np.random.default_rng(3).standard_normal((3, *shape)) * 9).astype(dtype)
+        shards = [
+            jax.device_put(np.split(parts[k // 2], 2, axis=1)[k % 2], d)
+            for k, d in enumerate(jax.devices())
+            if d.process_index == jax.process_index()
+        ]
+        array = jax.make_array_from_single_device_arrays(shape, source, shards)
+        for target in (on(range(6), P("x")), on([1, 2], P())):
+            moved, report = dj.reshard(array, target, budget=BUDGET, check=True)
+            assert_same_bits(moved, (parts[0] + parts[1]) + parts[2])
+            assert report.bytes_moved == report.bytes_lower_bound
 
 
 def repeated_arrays() -> None:
@@ -328,7 +346,7 @@ def changed_bytes() -> list[str]:
 
 
 CASES: list[Callable[[], list[str] | None]] = [
-    moves, kept_buffers_stay, padding_and_weak_types, repeated_arrays, nodes, one_exchange_program,
+    moves, kept_buffers_stay, padding_and_weak_types, sums, repeated_arrays, nodes, one_exchange_program,
     peak_of_live_buffers, random_switches, disagreements, changed_bytes,
 ]  # fmt: skip
 
