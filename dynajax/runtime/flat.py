@@ -2,6 +2,8 @@
 
 Whatever the pipelines do, master parameters and moments stay where they are, each element on one device. A
 tensor is padded with fewer zeros than there are devices, so any number of devices does; borders of dims do not matter.
+Of a stack of layers every layer is flattened by itself: a few layers are then some rows of the array, of which all
+devices have equal parts, so that all of them send when layers are pulled in turn.
 """
 
 from __future__ import annotations
@@ -19,33 +21,49 @@ from dynajax.engine import Bundle
 from dynajax.vps import Run
 
 AXIS = "all"
+STACK = jax.tree_util.DictKey("blocks")
+"""What a model calls its stack of layers."""
 
 
-def flat_sharding(devices: Sequence[jax.Device]) -> NamedSharding:
-    """Cut a flat array over ``devices``."""
-    return NamedSharding(Mesh(np.asarray(devices, dtype=object), (AXIS,)), PartitionSpec(AXIS))
+def flat_mesh(devices: Sequence[jax.Device]) -> Mesh:
+    """What flat arrays are cut over."""
+    return Mesh(np.asarray(devices, dtype=object), (AXIS,))
 
 
-def flat_layout(shapes: Any, sharding: NamedSharding) -> Any:
+def flat_layout(shapes: Any, mesh: Mesh, first_layer: int = 0, layers: int | None = None) -> Any:
     """How a tree of tensors lies flat: a ``Bundle`` for each.
 
     Args:
-        shapes: leaves with shapes.
-        sharding: of ``flat_sharding``.
+        shapes: leaves with shapes; a path with ``STACK`` in it is of a stack of layers.
+        mesh: of ``flat_mesh``.
+        first_layer: row of the first layer of ``shapes``, where the arrays have more ``layers`` than that.
+        layers: of the arrays; default: those of ``shapes``.
     """
-    parts = sharding.mesh.size
+    parts = mesh.size
 
     def bundle(path: Any, leaf: Any) -> Bundle:
-        size = math.prod(leaf.shape)
-        run = Run(jax.tree_util.keystr(path), tuple(leaf.shape), 0, size, 0)
-        return Bundle(sharding, (_padded(size, parts),), (run,))
+        name, shape = jax.tree_util.keystr(path), tuple(leaf.shape)
+        if STACK not in path:
+            size = math.prod(shape)
+            flat = NamedSharding(mesh, PartitionSpec(AXIS))
+            return Bundle(flat, (_padded(size, parts),), (Run(name, shape, 0, size, 0),))
+        size, rows = math.prod(shape[1:]), shape[0] if layers is None else layers
+        runs = tuple(Run(name, shape, k * size, size, 0, (first_layer + k,)) for k in range(shape[0]))
+        return Bundle(NamedSharding(mesh, PartitionSpec(None, AXIS)), (rows, _padded(size, parts)), runs)
 
     return jax.tree_util.tree_map_with_path(bundle, shapes)
 
 
 def flatten(tree: Any, parts: int) -> Any:
-    """Every leaf as the flat array that ``flat_layout`` tells of."""
-    return jax.tree.map(lambda x: jnp.pad(x.reshape(-1), (0, _padded(x.size, parts) - x.size)), tree)
+    """Every leaf as the array that ``flat_layout`` tells of."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: flatten_leaf(path, x, parts), tree)
+
+
+def flatten_leaf(path: Any, x: jax.Array, parts: int) -> jax.Array:
+    """A leaf of ``flatten``."""
+    rows = x.reshape(x.shape[0], -1) if STACK in path else x.reshape(-1)
+    size = rows.shape[-1]
+    return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, _padded(size, parts) - size)])
 
 
 def _padded(size: int, parts: int) -> int:

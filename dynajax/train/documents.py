@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.balance import Planner
 from dynajax.data import DocumentSteps
@@ -20,7 +21,7 @@ from dynajax.engine import Stored
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, MoeConfig
-from dynajax.runtime.flat import flat_layout, flat_sharding, flatten
+from dynajax.runtime.flat import flat_layout, flat_mesh, flatten_leaf
 from dynajax.runtime.pipelines import PipelineRunner
 from dynajax.train.balancing import Balancing, even_pipelines
 from dynajax.train.candidates import Asked, Auto, Candidates, read_asked
@@ -129,8 +130,8 @@ class DocumentJob(Job[Candidates]):
 
     def layout(self, place: Candidates) -> TrainState:
         """The optimizer layout: flat over all devices; what mirrors no parameter is whole on each."""
-        sharding = self._sharding(place)
-        flat, whole = flat_layout(self.shapes, sharding), NamedSharding(sharding.mesh, PartitionSpec())
+        mesh = self._mesh(place)
+        flat, whole = flat_layout(self.shapes, mesh), NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(
             lambda is_flat, bundle, x: bundle if is_flat else Stored.plain(whole, x.shape),
             self._is_flat,
@@ -141,7 +142,11 @@ class DocumentJob(Job[Candidates]):
     def arrangement(self, place: Candidates) -> Callable[[TrainState], TrainState]:
         """Flattens tensors."""
         parts, is_flat = len(place.devices), self._is_flat
-        return lambda state: jax.tree.map(lambda flat, x: flatten(x, parts) if flat else x, is_flat, state)
+
+        def arranged(path: Any, flat: bool, x: jax.Array) -> jax.Array:
+            return flatten_leaf(path, x, parts) if flat else x
+
+        return lambda state: jax.tree_util.tree_map_with_path(arranged, is_flat, state)
 
     def compile_step(self, place: Candidates, layout: TrainState) -> DocumentStep:
         """Compile every program that any strategy of ``place`` may need, as far as that was not done before."""
@@ -157,7 +162,7 @@ class DocumentJob(Job[Candidates]):
             shapes, kinds = self.balancing.shapes, pipeline.strategy.pipelines
             (cost,) = shapes.limit(self.balancing.costs(self.model, kinds))
             run, mesh = self.options.of_pipeline(self.model, pipeline.strategy), pipeline.mesh(self.devices)
-            optimizer = flat_layout(self.shapes.params, self._sharding(place))
+            optimizer = flat_layout(self.shapes.params, self._mesh(place))
             with jax.set_mesh(NO_MESH):
                 self._runners[key] = PipelineRunner.of(run, mesh, optimizer, shapes.rows(cost), shapes.max_segments)
         return self._runners[key]
@@ -167,8 +172,8 @@ class DocumentJob(Job[Candidates]):
         """What is compiled, by pipeline and devices of the optimizer layout: strategies have pipelines in common."""
         return {}
 
-    def _sharding(self, place: Candidates) -> NamedSharding:
-        return flat_sharding([self.devices[number] for number in place.devices])
+    def _mesh(self, place: Candidates) -> Mesh:
+        return flat_mesh([self.devices[number] for number in place.devices])
 
     @cached_property
     def _is_flat(self) -> TrainState:

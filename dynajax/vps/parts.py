@@ -4,7 +4,7 @@ The idea: *an array stores regions of one or more tensors, and a tensor may be s
 stores runs of many flattened tensors; a fused matrix stores blocks of three; an array of one layer stores a slice of
 a stack; of a stack whose halves live on two meshes, each array stores half. All of it is a list of parts for each
 array, and a part is one of two things: a box of the tensor that is a box of the array (``Block``), or a run of the
-flattened tensor in a flat array (``Run``).
+flattened tensor in a flat array or in a row of one (``Run``).
 
 A holder then has several buffers of one tensor. They are numbered as if they lay end to end, in the order of the
 arrays, so that a tiling addresses them like one.
@@ -91,14 +91,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the flattened tensor in a flat array.
+    """A run of the flattened tensor in a flat array, or in a row of an array of rows.
 
     Attributes:
         tensor: path of the tensor.
         shape: of the whole tensor.
         first: first element of the run, in row-major order of the tensor.
         length: elements.
-        at: where the run starts in the array.
+        at: where the run starts in the array's last dim.
+        row: index in the array's other dims.
     """
 
     tensor: str
@@ -106,18 +107,24 @@ class Run:
     first: int
     length: int
     at: int
+    row: tuple[int, ...] = ()
 
     def rows(self, lo: Ints, hi: Ints) -> Rows:
-        """What shards with these bounds, shape (shards, 1), hold of the part."""
-        a, b = np.maximum(lo[:, 0], self.at), np.minimum(hi[:, 0], self.at + self.length)
+        """What shards with these bounds, shape (shards, rank), hold of the part."""
+        row = np.asarray(self.row, np.int64)
+        has_row = ((lo[:, :-1] <= row) & (row < hi[:, :-1])).all(axis=1)
+        a, b = np.maximum(lo[:, -1], self.at), np.minimum(hi[:, -1], self.at + self.length)
+        b = np.where(has_row, b, a)
         shard, region = intervals(self.shape, self.first + a - self.at, self.first + b - self.at)
-        return shard, replace(region, offset=region.offset + (a - lo[:, 0])[shard])
+        start = ((np.c_[np.broadcast_to(row, (len(a), len(row))), a] - lo) * _strides(hi - lo)).sum(axis=1)
+        return shard, replace(region, offset=region.offset + start[shard])
 
     def require_fits(self, array: Sequence[int]) -> None:
-        """Raises LayoutError if the run lies outside its tensor or the array, or the array is not flat."""
+        """Raises LayoutError if the run lies outside its tensor or the array, or the array has other dims."""
         inside = min(self.first, self.length, self.at) >= 0 and self.first + self.length <= math.prod(self.shape)
-        if len(array) != 1 or not inside or self.at + self.length > array[0]:
-            raise LayoutError(f"{self.tensor}: {self} lies outside of the tensor or of the flat array {tuple(array)}")
+        inside &= len(array) == len(self.row) + 1 and all(0 <= k < n for k, n in zip(self.row, array, strict=False))
+        if not inside or self.at + self.length > array[-1]:
+            raise LayoutError(f"{self.tensor}: {self} lies outside of the tensor or of the array {tuple(array)}")
 
 
 Part = Block | Run

@@ -22,7 +22,7 @@ from dynajax.engine.regroup import read
 from dynajax.errors import BudgetError, CheckError, TargetError
 from dynajax.meshes import Tier, Topology
 from dynajax.planner import build_plan
-from dynajax.vps import Block, bucket_parts, fused_parts, layer_part, slice_part
+from dynajax.vps import Block, Run, bucket_parts, fused_parts, layer_part, slice_part
 
 Numpy = np.ndarray[Any, Any]
 
@@ -39,7 +39,8 @@ def filled(bundle: Bundle, tensors: dict[str, Numpy]) -> Numpy:
     for part in bundle.parts:
         whole = tensors[part.tensor]
         if not isinstance(part, Block):
-            array[part.at : part.at + part.length] = whole.reshape(-1)[part.first : part.first + part.length]
+            run = whole.reshape(-1)[part.first : part.first + part.length]
+            array[(*part.row, slice(part.at, part.at + part.length))] = run
             continue
         for inside in np.ndindex(*part.extent):
             place = list(part.at)
@@ -145,6 +146,31 @@ def test_any_buckets_on_any_devices(data: Any) -> None:
     source = drawn("source")
     target = drawn("target") if data.draw(st.booleans()) else plain(on([6, 7, 2, 0], P("x")))
     there_and_back([placed(b, tensors) for b in source], source, target, tensors)
+
+
+@pytest.mark.parametrize("spec", [P(None, "x"), P("x"), P()])
+def test_runs_in_the_rows_of_an_array(spec: Any) -> None:
+    """Rows that hold a layer each, padded; an array of some layers names no others and leaves the rest of it alone."""
+    tensors = numbered({"['w']": (4, 5, 3)})
+    width = 16 if spec == P(None, "x") else 15
+
+    def rows(first: int, count: int, high: int) -> tuple[Run, ...]:
+        """Layers of a stack of ``count``, from row ``first`` on of an array of ``high``."""
+        assert first + count <= high
+        return tuple(Run("['w']", (count, 5, 3), 15 * k, 15, 0, (first + k,)) for k in range(count))
+
+    for devices in ([3, 0], [5, 1, 2, 9]):
+        sharding = on(devices, spec)
+        whole = Bundle(sharding, (4, width), rows(0, 4, 4))
+        array = placed(whole, tensors)
+        there_and_back([array], [whole], {"w": on(range(4), P("x"))}, tensors)
+        some = {"['w']": tensors["['w']"][1:3]}
+        named = Bundle(sharding, (4, width), rows(1, 2, 4))
+        moved, _ = dj.reshard([placed(whole, tensors)], {"w": on([4], P())}, stored=[named], check=True)
+        assert_holds(moved, {"w": on([4], P())}, some)
+        bad = [Bundle(sharding, (4, width), rows(3, 2, 5))]
+        with pytest.raises(TargetError, match="lies outside of the tensor or of the array"):
+            dj.reshard([placed(whole, tensors)], {"w": on([4], P())}, stored=bad)
 
 
 def test_buckets_that_stay_the_same_move_as_they_are() -> None:
