@@ -23,6 +23,8 @@ from dynajax.vps import Run
 AXIS = "all"
 STACK = jax.tree_util.DictKey("blocks")
 """What a model calls its stack of layers."""
+Span = tuple[int, int]
+"""First layer of a section, and the one past its last."""
 
 
 def flat_mesh(devices: Sequence[jax.Device]) -> Mesh:
@@ -64,6 +66,19 @@ def flatten_leaf(path: Any, x: jax.Array, parts: int) -> jax.Array:
     rows = x.reshape(x.shape[0], -1) if STACK in path else x.reshape(-1)
     size = rows.shape[-1]
     return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, _padded(size, parts) - size)])
+
+
+def add_section(span: Span, sums: Any, part: Any) -> Any:
+    """Flat arrays of all parameters, with those of a section added to them.
+
+    Args:
+        span: of the section's layers.
+        sums: of the whole model.
+        part: of the section: its layers of the stack, and what else it owns.
+    """
+    stack = jax.tree.map(lambda rows, more: rows.at[slice(*span)].add(more), sums[STACK.key], part[STACK.key])
+    rest = {name: jax.tree.map(jnp.add, sums[name], tree) for name, tree in part.items() if name != STACK.key}
+    return sums | rest | {STACK.key: stack}
 
 
 def _padded(size: int, parts: int) -> int:

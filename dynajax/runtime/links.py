@@ -1,7 +1,7 @@
 """Links between the optimizer layout and the pipelines: pull parameters before a pass, push gradients after it.
 
-Both are plans of the one planner, made once for a pipeline and run by the one engine. A pull copies each
-element to the devices of the pipeline that need it, cast before it moves. A push copies the gradients of a
+Both are plans of the one planner, made once for each section of a pipeline's model and run by the one engine. A pull
+copies each element to the devices of the pipeline that need it, cast before it moves. A push copies the gradients of a
 pipeline, summed within it by its own program, to where the optimizer has these elements; the sum over pipelines is
 taken there, one pipeline after the other in an order that the plan says, so that it does not depend on who ends first.
 """
@@ -11,58 +11,76 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from dynajax.engine import Report, plan_reshard, reshard
+from dynajax.models import parameter_specs
 from dynajax.planner import Plan
+from dynajax.runtime.flat import flat_layout
 from dynajax.runtime.gradients import abstract_params
+from dynajax.runtime.sections import Section
 
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """Between the optimizer layout and one pipeline.
+    """Between the optimizer layout and one section of a pipeline.
 
     Attributes:
-        optimizer: a ``Bundle`` for each parameter.
-        propagation: a ``Stored`` for each.
+        names: parts of the tree of parameters that the section owns.
+        source: how they lie in the optimizer layout, where stacks have all layers of the model: a ``Bundle`` for each.
+        propagation: how the pipeline stores them, a ``Stored`` for each.
+        target: how their gradients lie in the optimizer layout, where stacks have the layers of the section.
         pulls: the plan of a pull.
         pushes: the plan of a push.
     """
 
-    optimizer: Any
+    names: tuple[str, ...]
+    source: Any
     propagation: Any
+    target: Any
     pulls: Plan
     pushes: Plan
 
     @staticmethod
-    def of(optimizer: Any, propagation: Any, dtype: Any) -> Link:
+    def of(section: Section, layers: int, flat: Mesh, mesh: Mesh, dtype: Any) -> Link:
         """Plan both ways; needs no arrays.
 
         Args:
-            optimizer: see above.
-            propagation: see above.
+            section: of the pipeline's model.
+            layers: of the whole model.
+            flat: mesh of the optimizer layout.
+            mesh: of the pipeline.
             dtype: that parameters are pulled in; gradients are float32.
         """
-        flat, cut = (abstract_params(layout, d) for layout, d in ((optimizer, dtype), (propagation, jnp.float32)))
+        specs = parameter_specs(section.run.config)
+        shapes = {name: specs[name] for name in section.owns}
+        source, target = flat_layout(shapes, flat, section.first_layer, layers), flat_layout(shapes, flat)
+        propagation = jax.tree.map(lambda storage: storage.on(mesh), section.storage)
+        flat_params, grads = abstract_params(source, dtype), abstract_params(propagation, jnp.float32)
         return Link(
-            optimizer,
+            section.owns,
+            source,
             propagation,
-            plan_reshard(flat, propagation, stored=optimizer),
-            plan_reshard(cut, optimizer, stored=propagation),
+            target,
+            plan_reshard(flat_params, propagation, stored=source),
+            plan_reshard(grads, target, stored=propagation),
         )
 
     def pull(self, params: Any) -> tuple[Any, Report]:
-        """Parameters as the pipeline computes with them.
+        """Parameters of the section as the pipeline computes with them.
 
         Args:
-            params: flat, of the dtype that the link was made for; left as they are.
+            params: all of the model, flat, of the dtype that the link was made for; left as they are.
         """
-        return reshard(params, self.propagation, stored=self.optimizer, plan=self.pulls)
+        mine = {name: params[name] for name in self.names}
+        return reshard(mine, self.propagation, stored=self.source, plan=self.pulls)
 
     def push(self, grads: Any) -> tuple[Any, Report]:
-        """A pipeline's gradients in the optimizer layout.
+        """The section's gradients in the optimizer layout.
 
         Args:
             grads: float32, as the pipeline stores parameters; waited for.
         """
-        return reshard(grads, self.optimizer, stored=self.propagation, plan=self.pushes)
+        return reshard(grads, self.target, stored=self.propagation, plan=self.pushes)

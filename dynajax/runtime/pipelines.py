@@ -1,4 +1,4 @@
-"""A pipeline among others: its link to the optimizer layout and its compiled programs, on devices of its own."""
+"""A pipeline among others: its links to the optimizer layout and its compiled programs, on devices of its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.data import Segment
 from dynajax.engine import Report
-from dynajax.runtime.gradients import GradientProgram, abstract_sums
+from dynajax.runtime.gradients import GradientPrograms, abstract_sums, sums_of
 from dynajax.runtime.links import Link
 from dynajax.runtime.propagation import Propagation
+from dynajax.runtime.sections import Section, sections_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,62 +25,139 @@ class PipelineRunner:
     Attributes:
         run: model and strategy.
         mesh: its devices.
-        link: to the optimizer layout.
+        sections: of the model.
+        links: of each section to the optimizer layout.
         zeros: makes the sums that gradients are added to.
         programs: by row length.
     """
 
     run: Propagation
     mesh: Mesh
-    link: Link
+    sections: tuple[Section, ...]
+    links: tuple[Link, ...]
     zeros: jax.stages.Compiled
-    programs: Mapping[int, GradientProgram]
+    programs: Mapping[int, GradientPrograms]
 
     @staticmethod
-    def of(
-        run: Propagation, mesh: Mesh, optimizer: Any, row_lengths: Sequence[int], max_segments: int
-    ) -> PipelineRunner:
+    def of(run: Propagation, mesh: Mesh, flat: Mesh, row_lengths: Sequence[int], max_segments: int) -> PipelineRunner:
         """Compile and plan all that the pipeline will need; no array is made.
 
         Args:
             run: model and strategy; ``run.microbatches`` go through the pipeline in one call.
             mesh: of the strategy.
-            optimizer: a ``Bundle`` for each parameter, the optimizer layout.
+            flat: mesh of the optimizer layout.
             row_lengths: of the rows that will come.
             max_segments: most documents of a row.
         """
-        layout = jax.tree.map(lambda storage: storage.on(mesh), run.storage)
-        sums = abstract_sums(layout, mesh)
+        sections = sections_of(run)
+        links = tuple(Link.of(section, run.config.layers, flat, mesh, run.dtype) for section in sections)
+        sums = abstract_sums([link.propagation for link in links], mesh)
         shardings = jax.tree.map(lambda x: x.sharding, sums)
         zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums), out_shardings=shardings)
-        compiled = {n: GradientProgram.compiled(run, mesh, layout, n, max_segments) for n in row_lengths}
-        return PipelineRunner(run, mesh, Link.of(optimizer, layout, run.dtype), zeros.lower().compile(), compiled)
+        compiled = {n: GradientPrograms.compiled(run, mesh, sections, sums, n, max_segments) for n in row_lengths}
+        return PipelineRunner(run, mesh, sections, links, zeros.lower().compile(), compiled)
 
-    def pull(self, params: Any) -> tuple[Any, Report]:
-        """Parameters as this pipeline computes with them, from the optimizer layout."""
-        return self.link.pull(params)
+    def pull(self, params: Any, section: int) -> tuple[Any, Report]:
+        """Parameters of a section as this pipeline computes with them, from the optimizer layout."""
+        return self.links[section].pull(params)
 
-    def push(self, sums: Any) -> tuple[Any, Report]:
-        """Gradients to the optimizer layout; waits for them."""
-        return self.link.push(sums[0])
+    def push(self, sums: Any, section: int) -> tuple[Any, Report]:
+        """Gradients of a section to the optimizer layout; waits for them."""
+        return self.links[section].push(self.sections[section].own(sums, section))
 
-    def dispatch(self, params: Any, rows: Sequence[tuple[int, Sequence[Segment]]], scale: float) -> Any:
-        """Start the passes of some micro-batches; returns before they are computed.
+    def begin(self, rows: Sequence[tuple[int, Sequence[Segment]]], scale: float) -> Passes:
+        """The passes of some micro-batches, of which none is begun.
 
         Those that go through the pipeline in one call are padded to the longest of them, so they go by length.
 
         Args:
-            params: pulled.
-            rows: row length and documents of each micro-batch.
+            rows: row length and documents of each micro-batch, at least one.
             scale: what each loss is multiplied by in the gradients.
-
-        Returns:
-            Gradients, and the sum of losses.
         """
-        at_once, sums = self.run.row_multiple, self.zeros()
+        at_once, calls = self.run.row_multiple, []
         ordered = sorted(rows, key=lambda row: -row[0])
-        factor = jax.device_put(jnp.float32(scale), NamedSharding(self.mesh, PartitionSpec()))
         for start in range(0, len(ordered), at_once):
             call = ordered[start : start + at_once]
-            sums = self.programs[call[0][0]](params, sums, [segments for _, segments in call], factor)
-        return sums
+            programs = self.programs[call[0][0]]
+            calls.append(_Call(programs, programs.batch([segments for _, segments in call])))
+        factor = jax.device_put(jnp.float32(scale), NamedSharding(self.mesh, PartitionSpec()))
+        return Passes(self.sections, calls, factor, self.zeros())
+
+
+class Passes:
+    """The passes of one pipeline in one step. Nothing here waits for what is computed.
+
+    Args:
+        sections: of the model.
+        calls: their micro-batches.
+        scale: float32[], what each loss is multiplied by in the gradients.
+        sums: zeros.
+
+    Attributes:
+        sums: gradients by part of the tree of parameters, "blocks" by section, and "loss".
+    """
+
+    def __init__(self, sections: Sequence[Section], calls: Sequence[_Call], scale: jax.Array, sums: Any) -> None:
+        self._sections, self._calls, self._scale, self.sums = sections, calls, scale, sums
+        self._params: dict[str, Any] = {"blocks": []}
+
+    def run(self, pulled: Any) -> None:
+        """Begin to compute with the parameters of the next section, and of all passes with those of the last."""
+        number = len(self._params["blocks"])
+        self._params |= pulled | {"blocks": [*self._params["blocks"], pulled["blocks"]]}
+        first, *others = self._calls
+        self._forward(first, number)
+        if number < len(self._sections) - 1:
+            return
+        self._backward(first)
+        for call in others:
+            for section in range(len(self._sections)):
+                self._forward(call, section)
+            self._backward(call)
+
+    def _forward(self, call: _Call, number: int) -> None:
+        section, programs = self._sections[number], call.programs.sections[number]
+        params, x = section.of(self._params, number), call.stream[-1]
+        if programs.forward is None:
+            sums = sums_of(section, number, self.sums)
+            sums, call.back = programs.backward(params, sums, x, call.batch, self._scale)
+            self._take(number, sums)
+        else:
+            y, kept = programs.forward(params, x, call.batch)
+            call.stream.append(y)
+            call.kept.append(kept)
+
+    def _backward(self, call: _Call) -> None:
+        """Through all sections but the last, whose one program was forward and backward."""
+        call.stream.pop()
+        for number in reversed(range(len(self._sections) - 1)):
+            section = self._sections[number]
+            x, kept = call.stream.pop(), call.kept.pop()
+            params, sums = section.of(self._params, number), sums_of(section, number, self.sums)
+            sums, call.back = call.programs.sections[number].backward(params, sums, x, kept, call.back)
+            self._take(number, sums)
+        call.back = None
+
+    def _take(self, number: int, sums: dict[str, Any]) -> None:
+        """Put the new sums of a section where the old ones were."""
+        blocks = list(self.sums["blocks"])
+        blocks[number] = sums["blocks"]
+        self.sums = self.sums | sums | {"blocks": blocks}
+
+
+class _Call:
+    """Micro-batches that go through the model together.
+
+    Attributes:
+        programs: for the length of their rows.
+        batch: the rows, on the devices.
+        stream: what goes into each section, as far as it is known: None into the first.
+        kept: what the backward pass of each section needs.
+        back: gradient of what the last section that was gone back through took.
+    """
+
+    def __init__(self, programs: GradientPrograms, batch: Any) -> None:
+        self.programs, self.batch = programs, batch
+        self.stream: list[Any] = [None]
+        self.kept: list[Any] = []
+        self.back: Any = None

@@ -87,6 +87,28 @@ def loss_and_metrics(
     return _Step(propagation, mesh, order).loss(params, batch)
 
 
+def section_output(
+    propagation: Propagation, mesh: Mesh, params: Params, x: jax.Array | None, batch: Batch, order: TokenOrder
+) -> jax.Array:
+    """Some neighbouring layers of a model, with what comes before its first or behind its last.
+
+    Args:
+        propagation: a model of just these layers, under a strategy.
+        mesh: as for ``loss_and_metrics``.
+        params: "blocks"; "embed" too if the section is the first; "head" too if it is the last, and then "embed" if
+            the head is tied to it.
+        x: what came out of the layers before, (micro-batches, rows, seq, embed); None for the first section.
+        batch: as for ``loss_and_metrics``.
+        order: where the tokens of a row are.
+
+    Returns:
+        What the next section takes, or the sum of losses if the section is the last.
+    """
+    step = _Step(propagation, mesh, order)
+    x, _ = step.blocks(params["blocks"], step.enter(params["embed"], batch) if x is None else x, batch)
+    return step.leave(params, x, batch)[0] if "head" in params else x
+
+
 def _require(propagation: Propagation, params: Params, batch: Batch, order: TokenOrder) -> None:
     strategy, cp = propagation.strategy, propagation.strategy.size("cp")
     if batch.rows % propagation.row_multiple:
@@ -120,17 +142,29 @@ class _Step:
 
     def loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, RouterStats | None]:
         """See ``loss_and_metrics``."""
-        run, config = self.propagation, self.propagation.config
-        tables = {name: self.computed(run.storage[name], params[name]) for name in ("embed", "head")}
-        x = embed(config, tables["embed"], batch.tokens, batch.positions, self.execution)
-        x, rows, answers = self.in_microbatches(
-            (x, (batch.segment_ids, batch.positions), (batch.targets, batch.weights))
+        x, stats = self.blocks(params["blocks"], self.enter(params["embed"], batch), batch)
+        layers = CutLayers("pp", self.propagation.chunks).store(self.propagation.config.layers, self.mesh.shape)
+        return *self.leave(params, x, batch), jax.tree.map(lambda s: layers.to_logical(s, 0), stats)
+
+    def enter(self, table: Params, batch: Batch) -> jax.Array:
+        """What the first layer takes: (micro-batches, rows, seq, embed)."""
+        table = self.computed(self.propagation.storage["embed"], table)
+        x = embed(self.propagation.config, table, batch.tokens, batch.positions, self.execution)
+        return self.in_microbatches(x)
+
+    def blocks(self, stack: Params, x: jax.Array, batch: Batch) -> tuple[jax.Array, Any]:
+        """What comes out of the layers, and the routers' sums of each place of the stack."""
+        run = self.propagation
+        rows = self.in_microbatches((batch.segment_ids, batch.positions))
+        return pipeline_blocks(
+            self.thrifty_layer, run.config.layers, stack, x, rows, self.mesh, chunks=run.chunks, remat=run.remat
         )
-        x, stats = pipeline_blocks(
-            self.thrifty_layer, config.layers, params["blocks"], x, rows, self.mesh, chunks=run.chunks, remat=run.remat
-        )
-        layers = CutLayers("pp", run.chunks).store(config.layers, self.mesh.shape)
-        return *self.head_loss(tables, x, *answers), jax.tree.map(lambda s: layers.to_logical(s, 0), stats)
+
+    def leave(self, params: Params, x: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Sums of losses and weights; the table of the embedding is needed if the head is tied to it."""
+        names = ("embed", "head") if self.propagation.config.tied else ("head",)
+        tables = {name: self.computed(self.propagation.storage[name], params[name]) for name in names}
+        return self.head_loss(tables, x, *self.in_microbatches((batch.targets, batch.weights)))
 
     def in_microbatches(self, tree: T) -> T:
         """Leaves (rows, ...) as (micro-batches, rows of one, ...): neighbours on a device go to different ones."""
@@ -165,7 +199,8 @@ class _Step:
         config = self.propagation.config
 
         def part(x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-            logits = project(config, tables["head"], x, tables["embed"]["tokens"], self.execution)
+            embedding = tables["embed"]["tokens"] if config.tied else None
+            logits = project(config, tables["head"], x, embedding, self.execution)
             ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
             return token_loss(jnp.where(ids < config.vocab, logits, _MASKED), targets, weights)
 

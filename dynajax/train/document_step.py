@@ -1,8 +1,9 @@
 """A step on documents: plan, pull, compute on every pipeline, push, update.
 
-Pipelines are dispatched without waiting for one another, the one that will take longest first: while it computes, the
-next ones pull; while it still computes, those that are done push. Who comes when follows from the plan alone, never
-from who is ready first, so that all processes of a job would go through the same order.
+Pipelines are dispatched without waiting for one another, the one that will take longest first, and each section of a
+model as soon as its parameters are there: while it computes, the next section is pulled, then other pipelines' ones.
+While pipelines still compute, gradients that are done are pushed, the last section's first. Who comes when follows from
+the plan alone, never from who is ready first, so that all processes of a job would go through the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from dynajax.balance import IterationPlan, PipelineFill, PlanAhead, Planner, sho
 from dynajax.data import DocumentBatch, DocumentSteps, Segment
 from dynajax.errors import DeadlineError
 from dynajax.meshes import Placement
-from dynajax.runtime.pipelines import PipelineRunner
+from dynajax.runtime.flat import Span, add_section
+from dynajax.runtime.pipelines import Passes, PipelineRunner
 from dynajax.train.candidates import Candidates
 from dynajax.train.record import PipelineShare
 from dynajax.train.state import TrainState
@@ -39,32 +41,44 @@ class FlatPrograms:
 
     Attributes:
         cast: parameters as they are pulled.
-        add: gradients of two pipelines; consumes the first.
+        zeros: gradients before any pipeline has pushed.
+        add: ``(gradients, pushed) -> gradients`` by the layers of the pushed section; consumes the first.
         update: ``(state, gradients) -> state``; consumes the state.
     """
 
     cast: jax.stages.Compiled
-    add: jax.stages.Compiled
+    zeros: jax.stages.Compiled
+    add: Mapping[Span, jax.stages.Compiled]
     update: jax.stages.Compiled
 
     @staticmethod
-    def of(optimizer: optax.GradientTransformation, state: TrainState, dtype: Any) -> FlatPrograms:
+    def of(
+        optimizer: optax.GradientTransformation, state: TrainState, dtype: Any, pushed: Mapping[Span, Any]
+    ) -> FlatPrograms:
         """Compile them.
 
         Args:
             optimizer: treats each element alike.
             state: ``ShapeDtypeStruct`` leaves with shardings.
             dtype: of parameters when they are pulled.
+            pushed: gradients of each section that pipelines may push, as ``ShapeDtypeStruct`` leaves.
         """
         shardings = jax.tree.map(lambda x: x.sharding, state)
         grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), state.params)
 
         cast = jax.jit(lambda p: jax.tree.map(lambda x: x.astype(dtype), p), out_shardings=shardings.params)
-        add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), out_shardings=shardings.params, donate_argnums=0)
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads), out_shardings=shardings.params
+        )
         updated = jax.jit(partial(apply_gradients, optimizer, samples=1), out_shardings=shardings, donate_argnums=0)
+
+        def adding(span: Span) -> Any:
+            return jax.jit(partial(add_section, span), out_shardings=shardings.params, donate_argnums=0)
+
         return FlatPrograms(
             cast.lower(state.params).compile(),
-            add.lower(grads, grads).compile(),
+            zeros.lower().compile(),
+            {span: adding(span).lower(grads, section).compile() for span, section in pushed.items()},
             updated.lower(state, grads).compile(),
         )
 
@@ -109,15 +123,12 @@ class DocumentStep:
             )
         ]
         by_end = sorted((p for p in passes if p.fill.microbatches), key=lambda p: p.fill.ms)
-        params = self._flat.cast(state.params)
+        params, grads = self._flat.cast(state.params), self._flat.zeros()
         for one in reversed(by_end):
             one.start(params, scale, log)
-        grads: Any = None
         for one in by_end:
-            pushed = one.finish(by_end, deadline_s, log)
-            grads = pushed if grads is None else self._flat.add(grads, pushed)
-        if grads is None:
-            grads = jax.tree.map(jnp.zeros_like, state.params)
+            for span, pushed in one.finish(by_end, deadline_s, log):
+                grads = self._flat.add[span](grads, pushed)
         with log.event("update"):
             after = self._flat.update(state, grads)
             wait_ready(after, f"the update under {self.place}", deadline_s)
@@ -158,34 +169,49 @@ class _Pass:
     def __init__(self, number: int, runner: PipelineRunner, fill: PipelineFill, segments: Sequence[Segment]) -> None:
         self.number, self.fill, self.loss = number, fill, 0.0
         self._runner, self._segments = runner, segments
-        self._sums: Any = None
+        self._passes: Passes | None = None
         self._began_s = self._ended_s = 0.0
         self._moved = [0, 0]
 
     def start(self, params: Any, scale: float, log: _Log) -> None:
-        """Pull, and dispatch all micro-batches."""
-        with log.event("pull", self.number):
-            pulled, report = self._runner.pull(params)
-        self._moved[0] = report.bytes_moved
+        """Pull section by section, and dispatch all micro-batches."""
         rows = [(mb.padded, [self._segments[n] for n in mb.sequences]) for mb in self.fill.microbatches]
-        with log.event("dispatch", self.number):
-            self._began_s = log.now
-            self._sums = self._runner.dispatch(pulled, rows, scale)
+        passes = self._passes = self._runner.begin(rows, scale)
+        for section in range(len(self._runner.sections)):
+            with log.event("pull", self.number, section):
+                pulled, report = self._runner.pull(params, section)
+            self._moved[0] += report.bytes_moved
+            with log.event("dispatch", self.number, section):
+                self._began_s = self._began_s or log.now
+                passes.run(pulled)
 
-    def finish(self, running: Sequence[_Pass], deadline_s: float, log: _Log) -> Any:
-        """Wait for the gradients, and push them to the optimizer layout."""
-        limit = time.monotonic() + deadline_s
-        while not self._is_done(log):
-            if time.monotonic() > limit:
-                raise DeadlineError(f"pipeline {self.number} ({self.fill.pipeline}) is not done after {deadline_s:g} s")
-            for one in running:
-                one._is_done(log)
-            time.sleep(_POLL_S)
-        self.loss = float(self._sums[1])
-        with log.event("push", self.number):
-            grads, report = self._runner.push(self._sums)
-        self._moved[1], self._sums = report.bytes_moved, None
-        return grads
+    def finish(self, running: Sequence[_Pass], deadline_s: float, log: _Log) -> Iterator[tuple[Span, Any]]:
+        """Wait for the gradients of one section after the other, the last first, and push them to the optimizer."""
+        assert self._passes is not None
+        limit, sums = time.monotonic() + deadline_s, self._passes.sums
+        for number, section in reversed(list(enumerate(self._runner.sections))):
+            mine = section.own(sums, number)
+            while not _is_ready(mine):
+                if time.monotonic() > limit:
+                    raise DeadlineError(
+                        f"pipeline {self.number} ({self.fill.pipeline}) is not done after {deadline_s:g} s"
+                    )
+                for one in running:
+                    one.look(log)
+                time.sleep(_POLL_S)
+            with log.event("push", self.number, number):
+                pushed, report = self._runner.push(sums, number)
+            self._moved[1] += report.bytes_moved
+            yield section.span, pushed
+        self.look(log)
+        self.loss = float(sums["loss"])
+        self._passes = None
+
+    def look(self, log: _Log) -> None:
+        """Write down that all is computed, the first time that it is seen."""
+        if not self._ended_s and self._passes is not None and _is_ready(self._passes.sums):
+            self._ended_s = log.now
+            log.events.append(Event("compute", self.number, None, self._began_s, self._ended_s))
 
     @property
     def share(self) -> PipelineShare:
@@ -201,15 +227,10 @@ class _Pass:
             *self._moved,
         )
 
-    def _is_done(self, log: _Log) -> bool:
-        """True if all is computed; the first time that is seen, it is written down."""
-        if self._ended_s:
-            return True
-        if not all(shard.data.is_ready() for x in jax.tree.leaves(self._sums) for shard in x.addressable_shards):
-            return False
-        self._ended_s = log.now
-        log.events.append(Event("compute", self.number, self._began_s, self._ended_s))
-        return True
+
+def _is_ready(arrays: Any) -> bool:
+    """True if arrays are computed on every device."""
+    return all(shard.data.is_ready() for x in jax.tree.leaves(arrays) for shard in x.addressable_shards)
 
 
 class _Log:
@@ -224,7 +245,7 @@ class _Log:
         return time.perf_counter() - self._zero
 
     @contextmanager
-    def event(self, what: str, pipeline: int | None = None) -> Iterator[None]:
+    def event(self, what: str, pipeline: int | None = None, section: int | None = None) -> Iterator[None]:
         begin = self.now
         yield
-        self.events.append(Event(what, pipeline, begin, self.now))
+        self.events.append(Event(what, pipeline, section, begin, self.now))

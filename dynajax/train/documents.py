@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -22,6 +23,7 @@ from dynajax.errors import BalanceError, StrategyError
 from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, MoeConfig
 from dynajax.runtime.flat import flat_layout, flat_mesh, flatten_leaf
+from dynajax.runtime.gradients import abstract_params
 from dynajax.runtime.pipelines import PipelineRunner
 from dynajax.train.balancing import Balancing, even_pipelines
 from dynajax.train.candidates import Asked, Auto, Candidates, read_asked
@@ -153,7 +155,9 @@ class DocumentJob(Job[Candidates]):
         planner = self.planner(place)
         placed = dict.fromkeys(p for index in range(len(place.strategies)) for p in place.pipelines(index))
         runners = {pipeline: self._runner(place, pipeline) for pipeline in placed}
-        flat = FlatPrograms.of(self.optimizer, abstract(self.shapes, layout), self.options.dtype)
+        sections = [pair for r in runners.values() for pair in zip(r.sections, r.links, strict=True)]
+        pushed = {section.span: abstract_params(link.target, jnp.float32) for section, link in sections}
+        flat = FlatPrograms.of(self.optimizer, abstract(self.shapes, layout), self.options.dtype, pushed)
         return DocumentStep(place, layout, self.data, planner, runners, flat)
 
     def _runner(self, place: Candidates, pipeline: Placement) -> PipelineRunner:
@@ -162,9 +166,10 @@ class DocumentJob(Job[Candidates]):
             shapes, kinds = self.balancing.shapes, pipeline.strategy.pipelines
             (cost,) = shapes.limit(self.balancing.costs(self.model, kinds))
             run, mesh = self.options.of_pipeline(self.model, pipeline.strategy), pipeline.mesh(self.devices)
-            optimizer = flat_layout(self.shapes.params, self._mesh(place))
             with jax.set_mesh(NO_MESH):
-                self._runners[key] = PipelineRunner.of(run, mesh, optimizer, shapes.rows(cost), shapes.max_segments)
+                self._runners[key] = PipelineRunner.of(
+                    run, mesh, self._mesh(place), shapes.rows(cost), shapes.max_segments
+                )
         return self._runners[key]
 
     @cached_property

@@ -1,6 +1,6 @@
 """Measure what pipelines cost on the devices that are there: T(l, P) and MaxLen(P).
 
-What is run is what training runs, ``GradientProgram``, on rows of one sequence. A pipeline with pp stages is
+What is run is what training runs, ``GradientPrograms``, on rows of one sequence. A pipeline with pp stages is
 given V rows at once; its program takes V + pp − 1 ticks, and in each every stage works on one row, so that
 
     T(l, P) = time of the program / (pp − 1 + V)
@@ -36,7 +36,8 @@ from dynajax.data import Batch, Segment, lay_out
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.meshes import AXES, Pipeline, Placement, Strategy
 from dynajax.models import LlamaConfig, count_parameters, init
-from dynajax.runtime.gradients import GradientProgram, abstract_params, abstract_sums
+from dynajax.runtime.gradients import GradientPrograms, abstract_params, abstract_sums, sums_of
+from dynajax.runtime.sections import whole
 from dynajax.train.fit import require_fit
 from dynajax.train.job import DEFAULT_OPTIONS, NO_MESH, StepOptions
 
@@ -226,8 +227,8 @@ class _Bench:
         strategy = Strategy((pipeline,))
         self._run = replace(options, chunks=1).of_pipeline(model, strategy)
         self._mesh = Placement.parse(strategy).mesh(devices)
-        self._programs: dict[int, GradientProgram] = {}
-        self._rows: list[tuple[tuple[int, ...], GradientProgram, Batch]] = []
+        self._programs: dict[int, GradientPrograms] = {}
+        self._rows: list[tuple[tuple[int, ...], GradientPrograms, Batch]] = []
         self._ms: dict[tuple[int, ...], list[float]] = {}
         self.max_len = self._longest(asked, room)
         self.lengths = tuple(tokens for tokens in asked if tokens <= self.max_len)
@@ -252,7 +253,7 @@ class _Bench:
             took = 0.0
             for _ in range(2):  # the second is the one that counts
                 began = time.perf_counter()
-                sums = jax.block_until_ready(program.executable(params, sums, batch, one))
+                sums, _ = jax.block_until_ready(program.sections[0].backward(params, sums, None, batch, one))
                 took = time.perf_counter() - began
             self._ms[sizes].append(took * 1e3 / (self.pipeline.size("pp") - 1 + self._run.microbatches))
 
@@ -288,7 +289,7 @@ class _Bench:
 
     def _bytes(self, tokens: int) -> int:
         """Bytes of a device that the program of a row needs."""
-        stats = self._program(tokens).executable.memory_analysis()
+        stats = self._program(tokens).sections[0].backward.memory_analysis()
         if stats is None:
             raise BalanceError(f"{self._mesh.devices.flat[0].device_kind} does not say what a program needs")
         return int(
@@ -299,15 +300,15 @@ class _Bench:
             + stats.generated_code_size_in_bytes
         )
 
-    def _program(self, tokens: int) -> GradientProgram:
+    def _program(self, tokens: int) -> GradientPrograms:
         if tokens not in self._programs:
             with jax.set_mesh(NO_MESH):
-                self._programs[tokens] = GradientProgram.compiled(
-                    self._run, self._mesh, self._layout, tokens, SHARED_BY
+                self._programs[tokens] = GradientPrograms.compiled(
+                    self._run, self._mesh, [whole(self._run)], self._sums, tokens, SHARED_BY
                 )
         return self._programs[tokens]
 
-    def _batch(self, sizes: Sequence[int], program: GradientProgram) -> Batch:
+    def _batch(self, sizes: Sequence[int], program: GradientPrograms) -> Batch:
         """The same row for each micro-batch, of random text."""
         rng = np.random.default_rng(0)
         row = [Segment(0, 0, size, rng.integers(0, 256, size + 1, np.uint8)) for size in sizes]
@@ -318,15 +319,19 @@ class _Bench:
         with jax.set_mesh(NO_MESH):
             return jax.tree.map(lambda storage: storage.on(self._mesh), self._run.storage)
 
+    @property
+    def _sums(self) -> Any:
+        return abstract_sums([self._layout], self._mesh)
+
     @cached_property
     def _arrays(self) -> jax.stages.Compiled:
         """Makes random parameters and the sums that a program adds to."""
         run, layout = self._run, self._layout
-        params, sums = abstract_params(layout, run.dtype), abstract_sums(layout, self._mesh)
+        params, sums = abstract_params(layout, run.dtype), sums_of(whole(run), 0, self._sums)
 
         def made() -> Any:
-            whole = init(run.config, jax.random.key(0))
-            stored = jax.tree.map(lambda s, x: s.to_storage(x).astype(run.dtype), run.storage, whole)
+            tensors = init(run.config, jax.random.key(0))
+            stored = jax.tree.map(lambda s, x: s.to_storage(x).astype(run.dtype), run.storage, tensors)
             return stored, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
 
         return jax.jit(made, out_shardings=jax.tree.map(lambda x: x.sharding, (params, sums))).lower().compile()

@@ -37,11 +37,13 @@ class Event:
     Attributes:
         what: pull, dispatch, compute, push or update.
         pipeline: number of the pipeline in its strategy; None where it was all devices.
+        section: number of the section of the model; None where it was all of it.
         begin_s, end_s: seconds since the step began.
     """
 
     what: str
     pipeline: int | None
+    section: int | None
     begin_s: float
     end_s: float
 

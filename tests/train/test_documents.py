@@ -158,30 +158,36 @@ def test_links_move_what_the_planner_proves_to_be_least():
     assert isinstance(running.job, DocumentJob)
     report = running.step()
     for pipeline, share in zip(place.pipelines(0), report.pipelines, strict=True):
-        link = running.job._runner(place, pipeline).link
-        link.pulls.verify()
-        link.pushes.verify()
-        assert share.bytes_pulled == link.pulls.bytes_moved == link.pulls.bytes_lower_bound
-        assert share.bytes_pushed == link.pushes.bytes_moved == link.pushes.bytes_lower_bound > 0
+        runner = running.job._runner(place, pipeline)
+        for plans, moved in (
+            ([link.pulls for link in runner.links], share.bytes_pulled),
+            ([link.pushes for link in runner.links], share.bytes_pushed),
+        ):
+            for plan in plans:
+                plan.verify()
+                assert plan.bytes_moved == plan.bytes_lower_bound
+            assert moved == sum(plan.bytes_moved for plan in plans) > 0
 
 
-def test_pipelines_pull_and_push_while_others_compute():
+def test_sections_pull_and_push_while_others_compute():
+    """In the order of dispatch: a section is begun before the next is pulled, and pushed from the last to the first."""
     running = on("tp4|pp2.tp2")
     running.step()
     running.step()
-    when = {(event.what, event.pipeline): event for event in running.trace}
-    kinds = ["pull", "dispatch", "compute", "push"]
-    assert set(when) == {(kind, p) for kind in kinds for p in (0, 1)} | {("update", None)}
-    first, second = sorted((0, 1), key=lambda p: when["pull", p].begin_s)
-    assert when["dispatch", first].end_s <= when["pull", second].begin_s  # dispatched before the next one pulls
+    when = {(event.what, event.pipeline, event.section): event for event in running.trace}
+    sections = {0: range(3), 1: range(1)}  # three layers; a pipeline with stages is one section
+    moved = {(kind, p, k) for kind in ("pull", "dispatch", "push") for p in (0, 1) for k in sections[p]}
+    assert set(when) == moved | {("compute", 0, None), ("compute", 1, None), ("update", None, None)}
+    first, second = sorted((0, 1), key=lambda p: when["pull", p, 0].begin_s)
+    order = [(kind, p, k) for p in (first, second) for k in sections[p] for kind in ("pull", "dispatch")]
+    order += [("push", p, k) for p in (second, first) for k in reversed(sections[p])]  # who takes less pushes first
+    assert sorted(moved, key=lambda key: when[key].begin_s) == order
+    for before, after in itertools.pairwise(order):
+        assert when[before].end_s <= when[after].begin_s
     for p in (0, 1):
-        order = [when[kind, p].begin_s for kind in ("pull", "dispatch", "push")]
-        assert order == sorted(order)
-        assert when["compute", p].end_s <= when["push", p].begin_s
-    assert (
-        when["push", second].end_s <= when["push", first].begin_s
-    )  # who takes less pushes before the other is waited for
-    assert max(e.end_s for e in running.trace) == when["update", None].end_s
+        assert when["dispatch", p, 0].begin_s <= when["compute", p, None].begin_s
+        assert when["compute", p, None].end_s <= when["update", None, None].begin_s
+    assert max(e.end_s for e in running.trace) == when["update", None, None].end_s
 
 
 def test_a_step_that_fails_half_way_can_be_taken_again(monkeypatch: pytest.MonkeyPatch):
@@ -189,11 +195,11 @@ def test_a_step_that_fails_half_way_can_be_taken_again(monkeypatch: pytest.Monke
     running, push = on("tp4|pp2.tp2"), PipelineRunner.push
     before, pushed = bits(running.whole_state()), []
 
-    def fails_at_second(self: PipelineRunner, sums: Any) -> Any:
+    def fails_at_second(self: PipelineRunner, sums: Any, section: int) -> Any:
         pushed.append(self)
         if len(pushed) == 2:
             raise RuntimeError("the link is down")
-        return push(self, sums)
+        return push(self, sums, section)
 
     monkeypatch.setattr(PipelineRunner, "push", fails_at_second)
     with pytest.raises(RuntimeError, match="the link is down"):

@@ -13,7 +13,8 @@ from dynajax.errors import BalanceError, StrategyError
 from dynajax.meshes import Strategy
 from dynajax.models import LlamaConfig, count_parameters
 from dynajax.runtime import Propagation
-from dynajax.runtime.gradients import GradientProgram
+from dynajax.runtime.gradients import GradientPrograms, abstract_sums
+from dynajax.runtime.sections import whole
 from dynajax.train.balancing import Balancing
 from dynajax.train.profile import SHARED_BY, free_bytes, measure
 
@@ -30,7 +31,9 @@ def program_bytes(text, tokens):
     run = Propagation(MODEL, strategy, microbatches=2 * strategy.size("pp") if strategy.size("pp") > 1 else 1)
     mesh = strategy.mesh(jax.devices()[: strategy.num_devices])
     layout = jax.tree.map(lambda storage: storage.on(mesh), run.storage)
-    stats = GradientProgram.compiled(run, mesh, layout, tokens, SHARED_BY).executable.memory_analysis()
+    sums = abstract_sums([layout], mesh)
+    programs = GradientPrograms.compiled(run, mesh, [whole(run)], sums, tokens, SHARED_BY)
+    stats = programs.sections[0].backward.memory_analysis()
     assert stats is not None
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return kept + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
