@@ -24,10 +24,11 @@ os.environ.setdefault("NPROC", "64")
 
 import argparse
 import json
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any
 
@@ -43,8 +44,10 @@ from dynajax.bytesize import format_bytes
 from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, init
 from dynajax.runtime import Propagation
-from dynajax.runtime.flat import AXIS, flat_layout, flat_sharding, flatten
+from dynajax.runtime.flat import AXIS, STACK, add_section, flat_layout, flat_mesh, flatten
+from dynajax.runtime.gradients import gathered
 from dynajax.runtime.links import Link
+from dynajax.runtime.sections import Section, sections_of
 from dynajax.train.candidates import Candidates
 
 STRATEGIES = ("tp4|pp2.tp2", "tp8|pp2.tp4|tp4")
@@ -73,12 +76,18 @@ class Setting:
         return jax.devices()[: Strategy.parse(self.text).num_devices]
 
     @cached_property
-    def flat(self) -> NamedSharding:
-        return flat_sharding(self.devices)
+    def mesh(self) -> Mesh:
+        """All devices in a row."""
+        return flat_mesh(self.devices)
+
+    @cached_property
+    def flat(self) -> Tree:
+        """Shardings of the optimizer layout."""
+        return jax.tree.map(lambda bundle: bundle.sharding, flat_layout(self.shapes, self.mesh))
 
     @cached_property
     def whole(self) -> NamedSharding:
-        return NamedSharding(self.flat.mesh, PartitionSpec())
+        return NamedSharding(self.mesh, PartitionSpec())
 
     @cached_property
     def shapes(self) -> Tree:
@@ -91,29 +100,32 @@ class Setting:
 
         def cut(x: Any) -> NamedSharding:
             dim = next(d for d, size in enumerate(x.shape) if size % count == 0)
-            return NamedSharding(self.flat.mesh, PartitionSpec(*(None,) * dim, AXIS))
+            return NamedSharding(self.mesh, PartitionSpec(*(None,) * dim, AXIS))
 
         return jax.tree.map(cut, self.shapes)
 
     @cached_property
-    def pipelines(self) -> list[tuple[Mesh, Tree]]:
-        """Mesh and ``Stored`` leaves of each pipeline; nothing is padded or in another order."""
+    def pipelines(self) -> list[tuple[Mesh, Propagation]]:
+        """Mesh and model of each pipeline; nothing is padded or in another order."""
         found = []
         for placed in Candidates.one(Placement.parse(self.text)).pipelines(0):
-            mesh = placed.mesh(jax.devices())
-            storage = Propagation(self.model, placed.strategy).storage
-            assert all(s.is_identity for s in jax.tree.leaves(storage)), "device_put would move other tensors"
-            found.append((mesh, jax.tree.map(lambda s, m=mesh: s.on(m), storage)))
+            run = Propagation(self.model, placed.strategy)
+            assert all(s.is_identity for s in jax.tree.leaves(run.storage)), "device_put would move other tensors"
+            found.append((placed.mesh(jax.devices()), run))
         return found
 
     @cached_property
-    def links(self) -> list[Link]:
-        optimizer = flat_layout(self.shapes, self.flat)
-        return [Link.of(optimizer, layout, self.dtype) for _, layout in self.pipelines]
+    def links(self) -> list[list[tuple[Section, Link]]]:
+        """Of each pipeline the sections of its model and their links."""
+        return [
+            [(s, Link.of(s, self.model.layers, self.mesh, mesh, self.dtype)) for s in sections_of(run)]
+            for mesh, run in self.pipelines
+        ]
 
     def target(self, pipeline: int) -> Tree:
         """Shardings of a pipeline's parameters."""
-        return jax.tree.map(lambda s: s.sharding, self.pipelines[pipeline][1])
+        mesh, run = self.pipelines[pipeline]
+        return jax.tree.map(lambda s: s.on(mesh).sharding, run.storage)
 
     @cached_property
     def flatten(self) -> Callable[[Tree], Tree]:
@@ -122,14 +134,24 @@ class Setting:
     @cached_property
     def unflatten(self) -> Callable[[Tree], Tree]:
         def tensors(flat: Tree) -> Tree:
-            whole = jax.lax.with_sharding_constraint(flat, self.whole)
-            return jax.tree.map(lambda x, s: x[: s.size].reshape(s.shape), whole, self.shapes)
+            return unflat(jax.lax.with_sharding_constraint(flat, self.whole), self.shapes)
 
         return jax.jit(tensors, out_shardings=self.whole)
 
     @cached_property
     def add(self) -> Callable[[Tree, Tree], Tree]:
         return jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+
+    @cached_property
+    def add_sections(self) -> dict[Any, Callable[[Tree, Tree], Tree]]:
+        """By the layers of a section: its flat gradients added to those of the whole model."""
+        spans = {section.span for links in self.links for section, _ in links}
+        return {s: jax.jit(partial(add_section, s), out_shardings=self.flat, donate_argnums=0) for s in spans}
+
+    @cached_property
+    def zeros(self) -> Callable[[], Tree]:
+        shapes = jax.eval_shape(lambda t: flatten(t, len(self.devices)), self.shapes)
+        return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape), shapes), out_shardings=self.flat)
 
     @cached_property
     def cuts(self) -> list[Callable[[Tree], Tree]]:
@@ -149,13 +171,15 @@ class Setting:
     @cached_property
     def reduce(self) -> Callable[[Tree, jax.Array], Tree]:
         """Rows of all devices summed into the flat cut; ``counts`` is 1 for one device of each pipeline, else 0."""
-        return jax.jit(lambda rows, counts: jax.tree.map(lambda x: (x * counts).sum(0), rows), out_shardings=self.flat)
+        return jax.jit(
+            lambda rows, counts: jax.tree.map(lambda x: jnp.tensordot(counts, x, (0, 0)), rows), out_shardings=self.flat
+        )
 
     @cached_property
     def counts(self) -> jax.Array:
         firsts = {mesh.devices.flat[0] for mesh, _ in self.pipelines}
-        ones = np.array([[d in firsts] for d in self.devices], np.float32)
-        return jax.device_put(ones, NamedSharding(self.flat.mesh, PartitionSpec(AXIS)))
+        ones = np.array([d in firsts for d in self.devices], np.float32)
+        return jax.device_put(ones, NamedSharding(self.mesh, PartitionSpec(AXIS)))
 
 
 @dataclass(frozen=True)
@@ -165,6 +189,18 @@ class Method:
     name: str
     make: Callable[[Setting], Any]
     run: Callable[[Setting, Any], list[Tree]]
+
+
+def unflat(tree: Tree, shapes: Tree) -> Tree:
+    """Tensors of their flat arrays, or of tensors."""
+
+    def tensor(path: Any, x: Any, like: Any) -> Any:
+        if x.shape == like.shape:
+            return x
+        rows = like.shape[:1] if STACK in path else ()
+        return x.reshape(*rows, -1)[..., : math.prod(like.shape[len(rows) :])].reshape(like.shape)
+
+    return jax.tree_util.tree_map_with_path(tensor, tree, shapes)
 
 
 def _on(mesh: Mesh) -> NamedSharding:
@@ -194,10 +230,30 @@ def flat_source(case: Setting) -> Any:
     return jax.block_until_ready(case.flatten(tensors(case, 0, case.whole, case.dtype)))
 
 
-def by_links(case: Setting, source: Any) -> list[Tree]:
+def link_source(case: Setting) -> Any:
+    """As ``flat_source``, with the gradients of each pipeline by section."""
+    source = flat_source(case)
     if case.way != "push":
-        return [jax.block_until_ready(link.pull(source)[0]) for link in case.links]
-    return [_summed(case, (link.push(grads)[0] for link, grads in zip(case.links, source, strict=True)))]
+        return source
+    pairs = zip(case.links, source, strict=True)
+    return jax.block_until_ready([[section_of(s, grads) for s, _ in links] for links, grads in pairs])
+
+
+def section_of(section: Section, tree: Tree) -> Tree:
+    """What a section owns of a tree of the whole model."""
+    rows = slice(*section.span)
+    return {n: jax.tree.map(lambda x: x[rows], tree[n]) if n == STACK.key else tree[n] for n in section.owns}
+
+
+def by_links(case: Setting, source: Any) -> list[Tree]:
+    """A tree for each pipeline, with the stack by section; or one tree of sums."""
+    if case.way != "push":
+        return [gathered([jax.block_until_ready(link.pull(source)[0]) for _, link in links]) for links in case.links]
+    total = case.zeros()
+    for links, grads in zip(case.links, source, strict=True):
+        for (section, link), part in zip(links, grads, strict=True):
+            total = case.add_sections[section.span](total, link.push(part)[0])
+    return [jax.block_until_ready(total)]
 
 
 def even_source(case: Setting) -> Any:
@@ -220,7 +276,7 @@ def by_all_gather(case: Setting, source: Any) -> list[Tree]:
         parts = [_shards_of(whole, mesh) for mesh, _ in case.pipelines]
         return [jax.block_until_ready(cut(part)) for cut, part in zip(case.cuts, parts, strict=True)]
     rows = [jax.block_until_ready(gather(grads)) for gather, grads in zip(case.gathers, source, strict=True)]
-    stacked = NamedSharding(case.flat.mesh, PartitionSpec(AXIS))
+    stacked = NamedSharding(case.mesh, PartitionSpec(AXIS))
 
     def stack(*of_pipelines: jax.Array) -> jax.Array:
         held = {s.device: s.data for x in of_pipelines for s in x.addressable_shards}
@@ -258,14 +314,15 @@ def _leaves(tree: Tree) -> list[jax.Array]:
     return jax.tree.leaves(tree)
 
 
-LINK = Method("link", flat_source, by_links)
+LINK = Method("link", link_source, by_links)
 FLOOR = Method("floor", flat_source, by_floor)
 METHODS = [LINK, Method("device_put", even_source, by_device_put), Method("all-gather", flat_source, by_all_gather)]
 
 
 def bytes_of(case: Setting) -> dict[str, int]:
     """Bytes over all devices that a case moves."""
-    plans = [link.pushes if case.way == "push" else link.pulls for link in case.links]
+    links = [link for sections in case.links for _, link in sections]
+    plans = [link.pushes if case.way == "push" else link.pulls for link in links]
     count, sizes = len(case.devices), [x.size for x in jax.tree.leaves(case.shapes)]
     whole = sum(-(-size // count) * count for size in sizes) * jnp.dtype(case.dtype).itemsize
     return {
@@ -279,7 +336,10 @@ def require_same(case: Setting, method: Method) -> None:
     """Compare what a method made with what the link made, element by element."""
 
     def logical(tree: Tree) -> Tree:
-        return jax.tree.map(lambda x, s: np.asarray(x).reshape(-1)[: s.size].reshape(s.shape), tree, case.shapes)
+        tree = jax.tree.map(np.asarray, tree)
+        if isinstance(tree[STACK.key], list):
+            tree |= {STACK.key: jax.tree.map(lambda *parts: np.concatenate(parts), *tree[STACK.key])}
+        return unflat(tree, case.shapes)
 
     ours, theirs = (m.run(case, m.make(case)) for m in (LINK, method))
     for a, b in zip(ours, theirs, strict=True):

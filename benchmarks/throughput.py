@@ -49,7 +49,7 @@ from dynajax.data import DocumentSteps, MemoryDocuments, Segment, stdlib_documen
 from dynajax.meshes import Pipeline, Placement, Strategy
 from dynajax.models import LlamaConfig, init
 from dynajax.runtime import Propagation
-from dynajax.runtime.flat import flat_layout, flat_sharding, flatten
+from dynajax.runtime.flat import flat_layout, flat_mesh, flatten
 from dynajax.runtime.pipelines import PipelineRunner
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates
@@ -77,24 +77,27 @@ def documents() -> DocumentSteps:
 
 def measured_profile(devices: Sequence[jax.Device]) -> Profile:
     """Coefficients of each kind of pipeline on this machine; compiles and runs its programs."""
-    sharding = flat_sharding(devices)
-    params = init(MODEL, jax.random.key(0))
-    flat = jax.jit(lambda p: flatten(p, len(devices)), out_shardings=sharding)(params)
-    runners: dict[Pipeline, tuple[PipelineRunner, Any]] = {}
+    params, mesh = init(MODEL, jax.random.key(0)), flat_mesh(devices)
+    cut = jax.tree.map(lambda bundle: bundle.sharding, flat_layout(params, mesh))
+    flat = jax.jit(lambda p: flatten(p, len(devices)), out_shardings=cut)(params)
+    runners: dict[Pipeline, tuple[PipelineRunner, list[Any]]] = {}
 
     def measure(pipeline: Pipeline, tokens: int) -> float:
         if pipeline not in runners:
             placed = Placement(Strategy((pipeline,)), tuple(range(pipeline.num_devices)))
-            run, mesh = Propagation(MODEL, placed.strategy), placed.mesh(devices)
+            run = Propagation(MODEL, placed.strategy)
             rows = [n for n in MEASURED if n <= room(pipeline)]
-            runner = PipelineRunner.of(run, mesh, flat_layout(params, sharding), rows, SEGMENTS)
-            runners[pipeline] = runner, runner.pull(flat)[0]
+            runner = PipelineRunner.of(run, placed.mesh(devices), mesh, rows, SEGMENTS)
+            runners[pipeline] = runner, [runner.pull(flat, k)[0] for k in range(len(runner.sections))]
         runner, pulled = runners[pipeline]
         document = Segment(0, 0, tokens, np.zeros(tokens + 1, np.uint8))
 
         def once() -> float:
             start = time.process_time()
-            jax.block_until_ready(runner.dispatch(pulled, [(tokens, [document])] * 4, 1.0))
+            passes = runner.begin([(tokens, [document])] * 4, 1.0)
+            for section in pulled:
+                passes.run(section)
+            jax.block_until_ready(passes.sums)
             return (time.process_time() - start) * 1e3 / 4 / pipeline.num_devices
 
         once()
