@@ -8,9 +8,10 @@ the plan alone, never from who is ready first, so that all processes of a job wo
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +22,6 @@ import optax
 
 from dynajax.balance import IterationPlan, PipelineFill, PlanAhead, Planner, short_text
 from dynajax.data import DocumentBatch, DocumentSteps, Segment
-from dynajax.errors import DeadlineError
 from dynajax.meshes import Placement
 from dynajax.runtime.flat import Span, add_section
 from dynajax.runtime.pipelines import Passes, PipelineRunner
@@ -32,7 +32,6 @@ from dynajax.train.step import Event, Outcome, apply_gradients, wait_ready
 
 _PLANS_AHEAD = 2
 _PATIENCE_S = 60.0
-_POLL_S = 0.0002
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +126,7 @@ class DocumentStep:
         for one in reversed(by_end):
             one.start(params, scale, log)
         for one in by_end:
-            for span, pushed in one.finish(by_end, deadline_s, log):
+            for span, pushed in one.finish(deadline_s, log):
                 grads = self._flat.add[span](grads, pushed)
         with log.event("update"):
             after = self._flat.update(state, grads)
@@ -170,6 +169,7 @@ class _Pass:
         self.number, self.fill, self.loss = number, fill, 0.0
         self._runner, self._segments = runner, segments
         self._passes: Passes | None = None
+        self._watcher: threading.Thread | None = None
         self._began_s = self._ended_s = 0.0
         self._moved = [0, 0]
 
@@ -184,34 +184,34 @@ class _Pass:
             with log.event("dispatch", self.number, section):
                 self._began_s = self._began_s or log.now
                 passes.run(pulled)
+        self._watcher = threading.Thread(target=self._watch, args=(passes.sums, log), daemon=True)
+        self._watcher.start()
 
-    def finish(self, running: Sequence[_Pass], deadline_s: float, log: _Log) -> Iterator[tuple[Span, Any]]:
-        """Wait for the gradients of one section after the other, the last first, and push them to the optimizer."""
+    def finish(self, deadline_s: float, log: _Log) -> Iterator[tuple[Span, Any]]:
+        """Wait for the gradients of one section after the other, the last first, and push them to the optimizer.
+
+        Raises:
+            DeadlineError: they are not there in time.
+        """
         assert self._passes is not None
-        limit, sums = time.monotonic() + deadline_s, self._passes.sums
+        assert self._watcher is not None
+        sums, name = self._passes.sums, f"pipeline {self.number} ({self.fill.pipeline})"
         for number, section in reversed(list(enumerate(self._runner.sections))):
-            mine = section.own(sums, number)
-            while not _is_ready(mine):
-                if time.monotonic() > limit:
-                    raise DeadlineError(
-                        f"pipeline {self.number} ({self.fill.pipeline}) is not done after {deadline_s:g} s"
-                    )
-                for one in running:
-                    one.look(log)
-                time.sleep(_POLL_S)
+            wait_ready(section.own(sums, number), name, deadline_s)
             with log.event("push", self.number, number):
                 pushed, report = self._runner.push(sums, number)
             self._moved[1] += report.bytes_moved
             yield section.span, pushed
-        self.look(log)
         self.loss = float(sums["loss"])
-        self._passes = None
+        self._watcher.join()  # it waits for what is there by now
+        self._passes = self._watcher = None
 
-    def look(self, log: _Log) -> None:
-        """Write down that all is computed, the first time that it is seen."""
-        if not self._ended_s and self._passes is not None and _is_ready(self._passes.sums):
-            self._ended_s = log.now
-            log.events.append(Event("compute", self.number, None, self._began_s, self._ended_s))
+    def _watch(self, sums: Any, log: _Log) -> None:
+        """Write down when all is computed: in a thread of its own, since pushes of other pipelines block."""
+        with suppress(RuntimeError):  # raised where the sums are pushed
+            jax.block_until_ready(sums)
+        self._ended_s = log.now
+        log.events.append(Event("compute", self.number, None, self._began_s, self._ended_s))
 
     @property
     def share(self) -> PipelineShare:
@@ -226,11 +226,6 @@ class _Pass:
             self._ended_s - self._began_s,
             *self._moved,
         )
-
-
-def _is_ready(arrays: Any) -> bool:
-    """True if arrays are computed on every device."""
-    return all(shard.data.is_ready() for x in jax.tree.leaves(arrays) for shard in x.addressable_shards)
 
 
 class _Log:
