@@ -16,8 +16,8 @@ from typing import Any
 from dynajax.runtime.flat import Span
 from dynajax.runtime.propagation import Propagation
 
-MOST = 4
-"""Sections at most: of n, an nth of a pull is not hidden behind computing, and up to 2n - 1 programs are compiled."""
+MOST = 2
+"""Sections at most. Of n sections an nth of a pull is not hidden; n = 2 runs three programs where one would do."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def whole(run: Propagation) -> Section:
     return Section(run, 0, True, True)
 
 
-def sections_of(run: Propagation) -> tuple[Section, ...]:
-    """The sections of a model under the strategy of a pipeline."""
+def sections_of(run: Propagation, most: int = MOST) -> tuple[Section, ...]:
+    """The sections of a model under the strategy of a pipeline, at most so many."""
     layers = run.config.layers
-    count = 1 if run.strategy.size("pp") > 1 else min(MOST, layers)
+    count = 1 if run.strategy.size("pp") > 1 else min(most, layers)
     borders = [layers * k // count for k in range(count + 1)]
     return tuple(
         Section(replace(run, config=replace(run.config, layers=stop - start)), start, start == 0, stop == layers)

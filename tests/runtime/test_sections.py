@@ -25,7 +25,7 @@ def test_sections_make_up_the_model(layers: int, strategy: str):
     if strategy.startswith("pp2") and layers == 1:
         layers = 2
     config = model(layers)
-    sections = sections_of(Propagation(config, Strategy.parse(strategy)))
+    sections = sections_of(Propagation(config, Strategy.parse(strategy)), most=4)
     assert len(sections) == (1 if strategy.startswith("pp2") else min(layers, 4))
     assert [s.span[0] for s in sections] == [0, *(s.span[1] for s in sections[:-1])]
     sizes = [b - a for a, b in (s.span for s in sections)]
@@ -36,7 +36,7 @@ def test_sections_make_up_the_model(layers: int, strategy: str):
 
 
 def test_a_tied_head_computes_with_what_the_first_section_owns():
-    sections = sections_of(Propagation(model(3, tied=True), Strategy.parse("tp2")))
+    sections = sections_of(Propagation(model(3, tied=True), Strategy.parse("tp2")), most=3)
     assert [s.uses for s in sections] == [("embed", "blocks"), ("blocks",), ("embed", "blocks", "head")]
     assert [s.owns for s in sections] == [("embed", "blocks"), ("blocks",), ("blocks", "head")]
     assert whole(Propagation(model(3, tied=True), Strategy.parse("tp2"))).uses == ("embed", "blocks", "head")
@@ -47,7 +47,7 @@ def test_what_is_kept_for_the_backward_pass_has_no_parameters(dtype: jnp.dtype):
     """Two layers of each section: stacks of parameters are told from activations by their first dim."""
     run = Propagation(model(8), Strategy.parse("tp2"), dtype=dtype)
     mesh = run.strategy.mesh(jax.devices()[:2])
-    sections = sections_of(run)
+    sections = sections_of(run, most=4)
     sums = abstract_sums([jax.tree.map(lambda s: s.on(mesh), section.storage) for section in sections], mesh)
     programs = GradientPrograms.compiled(run, mesh, sections, sums, 16, 2)
     parameters = {leaf.shape for leaf in jax.tree.leaves(parameter_specs(sections[0].run.config)) if leaf.size > 16}
