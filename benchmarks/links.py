@@ -322,7 +322,7 @@ METHODS = [LINK, Method("device_put", even_source, by_device_put), Method("all-g
 def bytes_of(case: Setting) -> dict[str, int]:
     """Bytes over all devices that a case moves."""
     links = [link for sections in case.links for _, link in sections]
-    plans = [link.pushes if case.way == "push" else link.pulls for link in links]
+    plans = [(link.pushes if case.way == "push" else link.pulls).plan for link in links]
     count, sizes = len(case.devices), [x.size for x in jax.tree.leaves(case.shapes)]
     whole = sum(-(-size // count) * count for size in sizes) * jnp.dtype(case.dtype).itemsize
     return {

@@ -1,5 +1,6 @@
 """Move the bytes of a plan between live arrays."""
 
+from dynajax.engine.repeat import Repeat as Repeat
 from dynajax.engine.report import Report as Report
 from dynajax.engine.reshard import plan_reshard as plan_reshard
 from dynajax.engine.reshard import prepare_reshard as prepare_reshard

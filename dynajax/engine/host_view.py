@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,11 +22,11 @@ Copy = tuple[View, View]
 class _Memory:
     """Bytes at an address, for numpy; keeps their owner alive."""
 
-    def __init__(self, owner: jax.Array) -> None:
+    def __init__(self, owner: jax.Array, nbytes: int) -> None:
         self.owner = owner
         self.__array_interface__ = {
             "data": (owner.unsafe_buffer_pointer(), False),
-            "shape": (owner.nbytes,),
+            "shape": (nbytes,),
             "typestr": "|u1",
             "version": 3,
         }
@@ -37,11 +38,17 @@ def bytes_of(piece: jax.Array) -> View:
     There ``np.asarray`` would do, but takes a hold on the buffer that outlives the view and keeps it from being freed
     or donated. Types below a byte are packed in the buffer and have to be unpacked.
     """
-    if piece.size == 0:
-        return np.empty(0, np.uint8)
-    if is_packed(piece.dtype) or next(iter(piece.devices())).platform != "cpu":
-        return np.asarray(piece).reshape(-1).view(np.uint8)
-    return np.asarray(_Memory(piece))
+    return bytes_of_each([piece])[0]
+
+
+def bytes_of_each(pieces: Sequence[jax.Array]) -> list[View]:
+    """``bytes_of`` each of several shards of one array."""
+    if not pieces or pieces[0].size == 0:
+        return [np.empty(0, np.uint8)] * len(pieces)
+    like = pieces[0]
+    if is_packed(like.dtype) or next(iter(like.devices())).platform != "cpu":
+        return [np.asarray(piece).reshape(-1).view(np.uint8) for piece in pieces]
+    return [np.asarray(_Memory(piece, like.nbytes)) for piece in pieces]
 
 
 def word_of(itemsize: int) -> np.dtype[Any]:

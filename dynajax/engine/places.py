@@ -105,8 +105,8 @@ def shards_of(array: Any, places: Places) -> dict[int, jax.Array]:
     """The physical shard of an array at each place of this process; none of what stands for an array elsewhere."""
     if not isinstance(array, jax.Array):
         return {}
-    number = places.numbers(array.sharding)
-    return {number[s.device]: s.data for s in private.physical(array).addressable_shards}
+    number, order = places.numbers(array.sharding), private.device_order(array.sharding)
+    return dict(zip((number[d] for d in order), private.shards(private.physical(array)), strict=True))
 
 
 @functools.lru_cache(maxsize=4096)

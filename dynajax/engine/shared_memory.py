@@ -20,7 +20,7 @@ from dynajax.engine import _jax_private as private
 from dynajax.engine import uninitialised
 from dynajax.engine.batches import batches
 from dynajax.engine.boxes import Box
-from dynajax.engine.host_view import View, bytes_of, same_bytes, word_of
+from dynajax.engine.host_view import View, bytes_of, bytes_of_each, same_bytes, word_of
 from dynajax.engine.places import Places, shards_of
 from dynajax.engine.recipe import Outline, Recipe, Recipes
 from dynajax.engine.report import Stopwatch
@@ -130,7 +130,7 @@ class SharedMemory:
         table = [buffer for held in recipe.targets for buffer in self._open[held].buffers]
         for row, source, places in recipe.reads:
             pieces = shards_of(stage[row][1].sources[source].array, self._places)
-            table += (bytes_of(pieces[n]) for n in places)
+            table += bytes_of_each([pieces[n] for n in places])
         return table
 
     def _send_whole(self, recipe: Recipe) -> list[jax.Array]:
@@ -202,7 +202,7 @@ class _Unfinished:
     def own(self, shards: Sequence[jax.Array]) -> None:
         """Take shards that XLA has allocated."""
         self.owned |= zip(self.outline.made, shards, strict=True)
-        self.buffers[:0] = map(bytes_of, shards)
+        self.buffers[:0] = bytes_of_each(shards)
 
     def clear(self, places: Sequence[int]) -> None:
         """Zeros at places that copies do not fill."""

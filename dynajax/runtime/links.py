@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dynajax.engine import Report, plan_reshard, reshard
+from dynajax.engine import Repeat, Report
 from dynajax.models import parameter_specs
-from dynajax.planner import Plan
 from dynajax.runtime.flat import flat_layout
 from dynajax.runtime.gradients import abstract_params
 from dynajax.runtime.sections import Section
@@ -29,19 +28,16 @@ class Link:
 
     Attributes:
         names: parts of the tree of parameters that the section owns.
-        source: how they lie in the optimizer layout, where stacks have all layers of the model: a ``Bundle`` for each.
         propagation: how the pipeline stores them, a ``Stored`` for each.
         target: how their gradients lie in the optimizer layout, where stacks have the layers of the section.
-        pulls: the plan of a pull.
-        pushes: the plan of a push.
+        pulls, pushes: the moves, planned once for all iterations.
     """
 
     names: tuple[str, ...]
-    source: Any
     propagation: Any
     target: Any
-    pulls: Plan
-    pushes: Plan
+    pulls: Repeat
+    pushes: Repeat
 
     @staticmethod
     def of(section: Section, layers: int, flat: Mesh, mesh: Mesh, dtype: Any) -> Link:
@@ -56,16 +52,16 @@ class Link:
         """
         specs = parameter_specs(section.run.config)
         shapes = {name: specs[name] for name in section.owns}
+        # Parameters lie in stacks of all layers of the model, gradients in stacks of the section's.
         source, target = flat_layout(shapes, flat, section.first_layer, layers), flat_layout(shapes, flat)
         propagation = jax.tree.map(lambda storage: storage.on(mesh), section.storage)
         flat_params, grads = abstract_params(source, dtype), abstract_params(propagation, jnp.float32)
         return Link(
             section.owns,
-            source,
             propagation,
             target,
-            plan_reshard(flat_params, propagation, stored=source),
-            plan_reshard(grads, target, stored=propagation),
+            Repeat.of(flat_params, propagation, stored=source),
+            Repeat.of(grads, target, stored=propagation),
         )
 
     def pull(self, params: Any) -> tuple[Any, Report]:
@@ -74,8 +70,7 @@ class Link:
         Args:
             params: all of the model, flat, of the dtype that the link was made for; left as they are.
         """
-        mine = {name: params[name] for name in self.names}
-        return reshard(mine, self.propagation, stored=self.source, plan=self.pulls)
+        return self.pulls({name: params[name] for name in self.names})
 
     def push(self, grads: Any) -> tuple[Any, Report]:
         """The section's gradients in the optimizer layout.
@@ -83,4 +78,4 @@ class Link:
         Args:
             grads: float32, as the pipeline stores parameters; waited for.
         """
-        return reshard(grads, self.target, stored=self.propagation, plan=self.pushes)
+        return self.pushes(grads)

@@ -160,8 +160,8 @@ def test_links_move_what_the_planner_proves_to_be_least():
     for pipeline, share in zip(place.pipelines(0), report.pipelines, strict=True):
         runner = running.job._runner(place, pipeline)
         for plans, moved in (
-            ([link.pulls for link in runner.links], share.bytes_pulled),
-            ([link.pushes for link in runner.links], share.bytes_pushed),
+            ([link.pulls.plan for link in runner.links], share.bytes_pulled),
+            ([link.pushes.plan for link in runner.links], share.bytes_pushed),
         ):
             for plan in plans:
                 plan.verify()
