@@ -17,6 +17,7 @@ import jax.tree_util as jtu
 
 from dynajax.engine.execute import execute, peak_extra
 from dynajax.engine.places import Places
+from dynajax.engine.processes import Processes
 from dynajax.engine.recipe import Recipes
 from dynajax.engine.regroup import read
 from dynajax.engine.report import Report, Stopwatch
@@ -63,6 +64,8 @@ class Repeat:
         if len(plan.moves) < len(leaves) or not all(hasattr(x, "sharding") for x in like):
             raise TargetError("a move to repeat is of arrays, each at one place of the tree; take others out of it")
         places = Places.of(end.stored.sharding for leaf in leaves for end in (*leaf.sources, *leaf.targets))
+        if not places.are_here:
+            raise TargetError("a move to repeat is between devices of this process; use reshard between processes")
         return Repeat(plan, like, before, after, leaves, places, Recipes(places, donatable=False))
 
     def __call__(self, tree: Any) -> tuple[Any, Report]:
@@ -83,8 +86,9 @@ class Repeat:
             if on_cpu
             else Xla(self._places, watch, self.plan.budget, leaves)
         )
+        processes = Processes(self._places.devices)
         try:
-            moved = execute(self.plan, leaves, self._places, transport, watch, share=False, check=False)
+            moved = execute(self.plan, leaves, self._places, transport, processes, watch, share=False, check=False)
         finally:
             transport.close()
         report = watch.report(

@@ -217,12 +217,10 @@ class _Unfinished:
 
     def array(self, share: bool) -> jax.Array:
         """The array, once all is there."""
-        stored, base = self._held.stored, private.physical(self._like)
+        stored = self._held.stored
         order = private.device_order(stored.sharding)
-        shape = (*stored.array_shape, *base.shape[self._like.ndim :])
         shards = [self._shard(n, share) for n in self.outline.order]
-        made = private.assemble(shape, base, stored.sharding, shards, order)
-        return made if base is self._like else jax.random.wrap_key_data(made, impl=jax.random.key_impl(self._like))
+        return private.assemble(stored.array_shape, self._like, stored.sharding, shards, order)
 
     def _shard(self, place: int, share: bool) -> Any:
         if place in self.outline.kept:
