@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ class Box(NamedTuple):
         """Bytes to copy."""
         return math.prod(self.extent) * self.dtype.itemsize
 
-    def views(self, buffers: list[View]) -> tuple[View, View]:
+    def views(self, buffers: Sequence[View]) -> tuple[View, View]:
         """What to fill, and from what."""
         filled, read, dtype, extent, to, to_stride, origin, origin_stride, _ = self
         return (

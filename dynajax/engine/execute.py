@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from typing import Self
 
 import jax
@@ -50,7 +51,7 @@ def execute(
     bundles = transport if isinstance(transport, SharedMemory) else SharedMemory(places, watch)
     moved: dict[int, jax.Array] = {}
     unread = Counter({source: source.tensors for leaf in leaves for source in leaf.sources})
-    with _Remains(plan, snapshot) as remains:
+    with _Remains(plan, snapshot) as remains, closing(private.Disowner()) as disowner:
         for stage in plan.stages:
             pairs = [(plan.moves[k], leaves[k]) for k in stage]
             alone = [(move, leaf) for move, leaf in pairs if leaf.is_alone]
@@ -65,25 +66,21 @@ def execute(
             if plan.donate:
                 with watch.phase("free"):
                     done = {source: None for _, leaf in pairs for source in leaf.sources if not unread[source]}
-                    give_up(done, made.values())
+                    give_up(done, made.values(), disowner)
                     remains.stages_done += 1
     return moved
 
 
-def give_up(sources: Iterable[Held], moved: Iterable[jax.Array]) -> None:
+def give_up(sources: Iterable[Held], moved: Iterable[jax.Array], disowner: private.Disowner) -> None:
     """Delete source arrays, but for those that are targets themselves.
 
     Their buffers are let go, not destroyed: those that stay live on in the target, and those that an array outside
     the state shares live on there.
     """
     stay = {id(array) for array in moved}
-    disowner = private.Disowner()
-    try:
-        for source in sources:
-            if isinstance(source.array, jax.Array) and id(source.array) not in stay:
-                disowner.disown(private.physical(source.array))
-    finally:
-        disowner.close()
+    for source in sources:
+        if isinstance(source.array, jax.Array) and id(source.array) not in stay:
+            disowner.disown(private.physical(source.array))
 
 
 def peak_extra(plan: Plan, overhead: int) -> int:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,6 +32,8 @@ _BATCH_BYTES = 1 << 20
 
 Buffers = Mapping[int, tuple[int, int]]
 """Of each place the number of its buffer, and where its shard begins in it."""
+Batch = Sequence[tuple[Sequence[int], Sequence[Box]]]
+"""Boxes of some tensors, each with the numbers in the table of the buffers that its boxes speak of."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,21 @@ class _Trail:
     Attributes:
         outlines: of its target arrays.
         read: places whose shard of each source array is read.
-        boxes: each with its turn; buffers are counted on from those of the target arrays to those read.
+        turns: its boxes, in portions; buffers are counted on from those of the target arrays to those read.
         filled: bytes of each target array at each place that are of this tensor, shape (arrays, places).
     """
 
     outlines: tuple[Outline, ...]
     read: tuple[tuple[int, ...], ...]
-    boxes: Sequence[tuple[int, Box]]
+    turns: Sequence[Sequence[_Portion]]
     filled: Ints
+
+
+class _Portion(NamedTuple):
+    """Boxes of one turn that one thread copies, and their bytes."""
+
+    boxes: list[Box]
+    nbytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +135,7 @@ class Recipe:
     targets: Mapping[Held, Outline]
     opened: Mapping[Held, tuple[int, ...]]
     reads: Sequence[tuple[int, int, tuple[int, ...]]]
-    turns: Sequence[Sequence[Sequence[Box]]]
+    turns: Sequence[Sequence[Batch]]
 
     @cached_property
     def kinds(self) -> dict[Kind, list[Held]]:
@@ -174,16 +183,16 @@ class Recipes:
         for held, outline in targets.items():
             first[held], count = count, count + outline.count
         reads: list[tuple[int, int, tuple[int, ...]]] = []
-        turns: list[list[Box]] = []
+        turns: list[list[tuple[list[int], _Portion]]] = []
         for row, ((_, leaf), trail) in enumerate(zip(stage, trails, strict=True)):
             number = [first[held] + k for held in leaf.targets for k in range(targets[held].count)]
             for source, places in enumerate(trail.read):
                 reads.append((row, source, places))
                 number += range(count, count + len(places))
                 count += len(places)
-            for turn, box in trail.boxes:
-                turns += ([] for _ in range(turn + 1 - len(turns)))
-                turns[turn].append(box._replace(filled=number[box.filled], read=number[box.read]))
+            turns += ([] for _ in range(len(trail.turns) - len(turns)))
+            for turn, portions in zip(turns, trail.turns, strict=False):
+                turn += ((number, portion) for portion in portions)
         cleared = {held: _left_open(held, targets[held], [f for h, _, f in ends if h is held]) for held in opened}
         return Recipe(targets, cleared, reads, [list(_batches(turn)) for turn in turns])
 
@@ -216,8 +225,11 @@ class Recipes:
             (base[source] + np.where(c.relayed, passed, origin) * size)[rows],
             c.source_stride[rows] * size,
         )
-        listed = boxes.merged().listed(word_of(size), outlines[0].kind.dtype)
-        return _Trail(outlines, tuple(tuple(r.tolist()) for r in read), listed, filled)
+        turns: list[list[Box]] = [[] for _ in range(int(fixed[:, 0].max(initial=-1)) + 1)]
+        for turn, box in boxes.merged().listed(word_of(size), outlines[0].kind.dtype):
+            turns[turn].append(box)
+        portions = [list(_portions(listed)) for listed in turns]
+        return _Trail(outlines, tuple(tuple(r.tolist()) for r in read), portions, filled)
 
     def _outline(self, move: Move, leaf: Leaf, held: Held) -> Outline:
         sharding = held.stored.sharding
@@ -277,13 +289,27 @@ def _left_open(held: Held, outline: Outline, filled: Sequence[Ints]) -> tuple[in
     return tuple(n for n in outline.made if total[n] < outline.kind.nbytes)
 
 
-def _batches(boxes: Iterable[Box]) -> Iterator[list[Box]]:
-    """Runs of boxes of a MB or so, so that threads share the work and small boxes share a call."""
-    batch: list[Box] = []
-    room = _BATCH_BYTES
+def _portions(boxes: Iterable[Box]) -> Iterator[_Portion]:
+    """Runs of boxes of about a batch; larger boxes are cut."""
+    run: list[Box] = []
+    nbytes = 0
     for box in (part for whole in boxes for part in whole.cut(_BATCH_BYTES)):
-        batch.append(box)
-        room -= box.nbytes
+        run.append(box)
+        nbytes += box.nbytes
+        if nbytes >= _BATCH_BYTES:
+            yield _Portion(run, nbytes)
+            run, nbytes = [], 0
+    if run:
+        yield _Portion(run, nbytes)
+
+
+def _batches(turn: Iterable[tuple[list[int], _Portion]]) -> Iterator[Batch]:
+    """Portions of a MB or so together, so that threads share the work and small tensors share a call."""
+    batch: list[tuple[list[int], list[Box]]] = []
+    room = _BATCH_BYTES
+    for number, (boxes, nbytes) in turn:
+        batch.append((number, boxes))
+        room -= nbytes
         if room <= 0:
             yield batch
             batch, room = [], _BATCH_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable
+from contextlib import closing
 from typing import Any, Literal
 
 import jax
@@ -13,7 +14,7 @@ from jax.core import Tracer
 
 from dynajax.bytesize import format_bytes, parse_bytes
 from dynajax.engine import _jax_private as private
-from dynajax.engine import xla
+from dynajax.engine import shared_memory, xla
 from dynajax.engine.check import check_replicas
 from dynajax.engine.execute import execute, give_up, peak_extra
 from dynajax.engine.keys import is_key
@@ -204,8 +205,8 @@ def _move(
     finally:
         transport.close()
     if safe:
-        with watch.phase("free"):
-            give_up({source: None for leaf in leaves for source in leaf.sources}, moved.values())
+        with watch.phase("free"), closing(private.Disowner()) as disowner:
+            give_up({source: None for leaf in leaves for source in leaf.sources}, moved.values(), disowner)
     return moved
 
 
@@ -215,7 +216,8 @@ def _plan(
     """A plan whose stages leave room in the budget for what the path needs beside them."""
     beside = _beside(path, budget, places, leaves)
     try:
-        plan = build_plan(*layouts(leaves, places), budget - beside, donate, topology=topology)
+        at_once = None if path == "xla" else shared_memory.AT_ONCE
+        plan = build_plan(*layouts(leaves, places), budget - beside, donate, topology=topology, at_once=at_once)
     except BudgetError as error:
         if not beside:
             raise

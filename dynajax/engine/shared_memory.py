@@ -19,10 +19,9 @@ import numpy as np
 from dynajax.engine import _jax_private as private
 from dynajax.engine import uninitialised
 from dynajax.engine.batches import batches
-from dynajax.engine.boxes import Box
 from dynajax.engine.host_view import View, bytes_of, bytes_of_each, same_bytes, word_of
 from dynajax.engine.places import Places, shards_of
-from dynajax.engine.recipe import Outline, Recipe, Recipes
+from dynajax.engine.recipe import Batch, Outline, Recipe, Recipes
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.transport import Stage
 from dynajax.engine.tree import Held, Leaf, located
@@ -30,6 +29,8 @@ from dynajax.errors import CheckError
 from dynajax.planner import Move
 from dynajax.vps.buffer import view
 
+AT_ONCE = 1 << 25
+"""Bytes of targets in a stage: the next one then fills memory that was read a moment ago, not pages never seen."""
 _ALIGNMENT = 64
 _THREADS = 2
 
@@ -145,7 +146,7 @@ class SharedMemory:
             one.owned[n] = shard
         return sent
 
-    def _copy(self, turn: Sequence[Sequence[Box]], buffers: list[View]) -> None:
+    def _copy(self, turn: Sequence[Batch], buffers: list[View]) -> None:
         """Copy the batches of a turn, this thread and another each taking the next one."""
         left = iter(turn)
         others = [self._pool.submit(_copy_batches, left, buffers) for _ in range(min(len(turn), _THREADS) - 1)]
@@ -238,15 +239,17 @@ def _aligned(nbytes: int) -> View:
     return slab[start : start + nbytes]
 
 
-def _copy_batches(left: Iterator[Sequence[Box]], buffers: list[View]) -> None:
+def _copy_batches(left: Iterator[Batch], buffers: Sequence[View]) -> None:
     for batch in left:
         _copy_batch(batch, buffers)
 
 
-def _copy_batch(batch: Sequence[Box], buffers: list[View]) -> None:
-    for box in batch:
-        to, source = box.views(buffers)
-        if box.added:
-            np.add(to, source, out=to)
-        else:
-            np.copyto(to, source)
+def _copy_batch(batch: Batch, buffers: Sequence[View]) -> None:
+    for number, boxes in batch:
+        table = [buffers[k] for k in number]
+        for box in boxes:
+            to, source = box.views(table)
+            if box.added:
+                np.add(to, source, out=to)
+            else:
+                np.copyto(to, source)

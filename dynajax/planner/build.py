@@ -26,6 +26,7 @@ def build_plan(
     *,
     topology: Topology | None = None,
     memory: Memory = Memory.SHARDS,
+    at_once: int | None = None,
 ) -> Plan:
     """The plan of a move between two layouts of one space.
 
@@ -35,6 +36,8 @@ def build_plan(
         donate: whether the source is given up as the move goes on.
         topology: the links between the devices; None if all are alike, in one node.
         memory: what can be freed, and when.
+        at_once: bytes that a stage of several tensors may allocate on all devices together, if shards are freed whole;
+            None for any.
 
     Raises:
         LayoutError: the layouts are of different spaces, the source lacks what the target needs, or the target is
@@ -63,7 +66,7 @@ def build_plan(
     if memory is Memory.PACKED:
         return _packed(made, devices, budget, donate, topology)
     buffers = _buffers(made, source.arrays, target.arrays, devices)
-    stages = plan_stages(buffers, budget, donate, [t.path for t in source.space])
+    stages = plan_stages(buffers, budget, donate, [t.path for t in source.space], at_once)
     footprint = buffers.footprint(stages, donate)
     return Plan(made, stages, budget, donate, footprint, memory, topology, source.arrays, target.arrays)
 

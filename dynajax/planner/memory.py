@@ -131,14 +131,17 @@ class Buffers:
         return Footprint(source, target, peak)
 
 
-def plan_stages(buffers: Buffers, budget: int, donate: bool, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Stages as large as the budget allows, in an order that frees memory early.
+def plan_stages(
+    buffers: Buffers, budget: int, donate: bool, names: Sequence[str], at_once: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Stages as large as the budget and ``at_once`` allow, in an order that frees memory early.
 
     Args:
         buffers: bytes of every tensor.
         budget: bytes allowed above the base.
         donate: whether sources are freed.
         names: paths of the tensors, for the error.
+        at_once: bytes that a stage of several tensors may allocate on all devices together; None for any.
 
     Raises:
         BudgetError: no order was found that fits; names the leaf and the smallest budget that would do.
@@ -152,7 +155,7 @@ def plan_stages(buffers: Buffers, budget: int, donate: bool, names: Sequence[str
     for order in _orders(buffers):
         needed, worst = _needed(buffers, order, base)
         if needed <= budget:
-            return _grouped(buffers, order, base + budget)
+            return _grouped(buffers, order, base + budget, at_once)
         best = min(best or (needed, worst), (needed, worst))
     assert best is not None
     raise BudgetError(
@@ -231,10 +234,13 @@ def _needed(buffers: Buffers, order: Ints, base: Ints) -> tuple[int, int]:
     return max(int(extra.max()), 0), int(order[int(extra.argmax())])
 
 
-def _grouped(buffers: Buffers, order: Ints, limit: Ints) -> tuple[tuple[int, ...], ...]:
-    """Neighbours in the order share a stage while every device stays below its limit."""
+def _grouped(buffers: Buffers, order: Ints, limit: Ints, at_once: int | None) -> tuple[tuple[int, ...], ...]:
+    """Neighbours in the order share a stage while every device, and all together, stay below their limits."""
     allocated, freed = np.cumsum(buffers.allocated(order), axis=0), np.cumsum(buffers.freed(order), axis=0)
     live = buffers.source.nbytes.sum(axis=0)
+    if at_once is not None:  # as one device more, that starts each stage with nothing
+        allocated, freed = (np.column_stack([x, allocated.sum(axis=1)]) for x in (allocated, freed))
+        live, limit = np.append(live, 0), np.append(limit, at_once)
     stages: list[tuple[int, ...]] = []
     start = 0
     while start < len(order):

@@ -38,8 +38,7 @@ def _tensors(target: NamedSharding) -> dict[str, Any]:
 def _source(seed: int, dtype: Any) -> list[jax.Array]:
     rng = np.random.default_rng(seed)
     return [
-        jax.device_put(rng.integers(0, 99, n).astype(dtype), b.sharding)
-        for n, b in zip(SIZES, _buckets(), strict=True)
+        jax.device_put(rng.integers(0, 99, n).astype(dtype), b.sharding) for n, b in zip(SIZES, _buckets(), strict=True)
     ]
 
 

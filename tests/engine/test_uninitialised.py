@@ -85,7 +85,9 @@ def test_shards_that_move_whole_are_copied_by_jax_into_memory_of_its_own(monkeyp
     copied: list[int] = []
     copy = shared_memory._copy_batch
     monkeypatch.setattr(
-        shared_memory, "_copy_batch", lambda b, buffers: (copied.extend(box.nbytes for box in b), copy(b, buffers))[1]
+        shared_memory,
+        "_copy_batch",
+        lambda b, buffers: (copied.extend(box.nbytes for _, boxes in b for box in boxes), copy(b, buffers))[1],
     )
     source = {k: jax.block_until_ready(jax.device_put(v, _on("tp8")[k])) for k, v in _host().items()}
     pointers = {s.data.unsafe_buffer_pointer() for x in source.values() for s in x.addressable_shards}
