@@ -1,4 +1,4 @@
-"""The floor that moves are measured against: two threads that copy, contiguously and into fresh pages."""
+"""The floor that moves are measured against: two threads that copy, contiguously and into fresh pages or warm ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from typing import Any
 import numpy as np
 
 
-def copy_seconds(sources: Sequence[Sequence[np.ndarray[Any, Any]]], nbytes: int) -> float:
-    """Seconds to copy ``nbytes`` out of each group of byte arrays, again from its start where it holds less."""
+def copy_seconds(sources: Sequence[Sequence[np.ndarray[Any, Any]]], nbytes: int, warm: bool = False) -> float:
+    """Seconds to copy ``nbytes`` out of each group of byte arrays, again from its start where it holds less.
+
+    Args:
+        sources: groups of byte arrays.
+        nbytes: to copy of each group.
+        warm: into pages that were written before, where a move has to be given memory.
+    """
+    written = [np.ones(nbytes, np.uint8) for _ in sources if warm]
 
     def fill(group: Sequence[np.ndarray[Any, Any]]) -> Any:
-        slab, at = np.frombuffer(_fresh_pages(nbytes), np.uint8), 0
+        slab, at = written.pop() if warm else np.frombuffer(_fresh_pages(nbytes), np.uint8), 0
         while at < nbytes:
             for source in group:
                 n = min(len(source), nbytes - at)

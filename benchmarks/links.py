@@ -305,8 +305,8 @@ def _summed(case: Setting, trees: Any) -> Tree:
 
 def by_floor(case: Setting, source: Any) -> list[Tree]:
     first = source[0] if case.way == "push" else source
-    groups = [[np.asarray(s.data).reshape(-1).view(np.uint8) for s in x.addressable_shards] for x in _leaves(first)]
-    copy_seconds(groups, bytes_of(case)["bound"] // len(groups))
+    shards = [np.asarray(s.data).reshape(-1).view(np.uint8) for x in _leaves(first) for s in x.addressable_shards]
+    copy_seconds([shards, shards[::-1]], bytes_of(case)["bound"] // 2)
     return []
 
 
