@@ -36,13 +36,12 @@ from dynajax.models import (
     Params,
     RouterStats,
     embed,
-    packed_attention,
     project,
     run_blocks,
     token_loss,
 )
 from dynajax.runtime.ambient import ambient_sharding, constrained
-from dynajax.runtime.attention import BLOCK, ring_attention
+from dynajax.runtime.attention import ring_attention
 from dynajax.runtime.experts import exchange_experts
 from dynajax.runtime.order import TokenOrder
 from dynajax.runtime.pipeline import Layer, pipeline_blocks
@@ -234,9 +233,8 @@ class _Step:
 
     @property
     def attention(self) -> Attention:
-        """Round the ring of cp, and in tiles where a row is long; plain where a row is short and whole."""
-        short = self.mesh.shape["cp"] == 1 and self.order.stored_length <= BLOCK
-        attention = packed_attention if short else ring_attention(self.mesh)
+        """Round the ring of cp, which may be one device."""
+        attention = ring_attention(self.mesh)
         return partial(self.spread_attention, attention) if "kv_heads" in self.propagation.replicated else attention
 
     def spread_attention(

@@ -12,7 +12,7 @@ from packed_rows import assert_close, tokens_of
 from dynajax.errors import LayoutError
 from dynajax.meshes import Strategy
 from dynajax.models import packed_attention
-from dynajax.runtime import contiguous, ring_attention, zigzag
+from dynajax.runtime import Tiling, contiguous, ring_attention, zigzag
 
 DOCUMENTS = [[5, 3, 6], [13], [], [1, 1, 9]]
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 4
@@ -45,13 +45,15 @@ def place(mesh, arrays) -> Any:
     return [jax.device_put(x, NamedSharding(mesh, heads[x.ndim == 2])) for x in arrays]
 
 
-@pytest.mark.parametrize("block", [512, 2])
+@pytest.mark.parametrize("tiling", [Tiling(512, one_row=False), Tiling(2, one_row=False), Tiling(2, one_row=True)])
 @pytest.mark.parametrize("order", [contiguous, zigzag])
-@pytest.mark.parametrize(("strategy", "seq"), [("cp2", 16), ("cp3", 14), ("cp4", 15), ("dp2.cp2.tp2", 16)])
-def test_values_and_gradients_are_those_of_plain_attention(strategy, seq, order, block):
+@pytest.mark.parametrize(
+    ("strategy", "seq"), [("dp1", 15), ("dp2.tp2", 16), ("cp2", 16), ("cp3", 14), ("cp4", 15), ("dp2.cp2.tp2", 16)]
+)
+def test_values_and_gradients_are_those_of_plain_attention(strategy, seq, order, tiling):
     mesh, args = mesh_of(strategy), arguments(DOCUMENTS, seq)
     order = order(seq, mesh.shape["cp"])
-    got = jax.jit(outputs(ring_attention(mesh, block=block)))(*place(mesh, order.arrange(args)))
+    got = jax.jit(outputs(ring_attention(mesh, tiling=tiling)))(*place(mesh, order.arrange(args)))
     got, want = order.restore(jax.tree.map(np.asarray, got)), outputs(packed_attention)(*args)
     assert_close(got, want)
     padding = args[3] == 0
@@ -62,7 +64,7 @@ def test_values_and_gradients_are_those_of_plain_attention(strategy, seq, order,
 def test_PACK_1_a_document_does_not_see_another(order):
     q, k, v, segments, positions, _ = arguments([[5, 3]], 8)
     mesh, order = mesh_of("cp2"), order(8, 2)
-    ring: Any = jax.jit(ring_attention(mesh, block=2))
+    ring: Any = jax.jit(ring_attention(mesh, tiling=Tiling(2, one_row=True)))
 
     def second_document(k, v):
         out = ring(*place(mesh, order.arrange((q, k, v, segments, positions))))
@@ -85,7 +87,7 @@ def test_a_step_of_the_ring_stores_no_scores_of_the_whole_row():
         assert memory is not None
         return memory.temp_size_in_bytes
 
-    assert bytes_needed(ring_attention(mesh, block=16), place(mesh, args)) < whole_scores / 2
+    assert bytes_needed(ring_attention(mesh, tiling=Tiling(16, one_row=False)), place(mesh, args)) < whole_scores / 2
     assert bytes_needed(packed_attention, args) > whole_scores
 
 
@@ -98,5 +100,5 @@ def test_bfloat16_comes_back_as_bfloat16_near_the_float32_result():
 
 
 def test_a_row_that_does_not_divide_names_the_remedy():
-    with pytest.raises(LayoutError, match="a row of 10 tokens does not divide over cp = 3; arrange the batch"):
+    with pytest.raises(LayoutError, match="1 rows of 10 tokens do not divide over cp = 3"):
         ring_attention(mesh_of("cp3"))(*arguments([[10]], 10)[:5])
