@@ -82,7 +82,7 @@ def measured_profile(devices: Sequence[jax.Device]) -> Profile:
     flat = jax.jit(lambda p: flatten(p, len(devices)), out_shardings=cut)(params)
     runners: dict[Pipeline, tuple[PipelineRunner, list[Any]]] = {}
 
-    def measure(pipeline: Pipeline, tokens: int) -> float:
+    def measure(pipeline: Pipeline, sizes: Sequence[int]) -> float:
         if pipeline not in runners:
             placed = Placement(Strategy((pipeline,)), tuple(range(pipeline.num_devices)))
             run = Propagation(MODEL, placed.strategy)
@@ -90,11 +90,11 @@ def measured_profile(devices: Sequence[jax.Device]) -> Profile:
             runner = PipelineRunner.of(run, placed.mesh(devices), mesh, rows, SEGMENTS)
             runners[pipeline] = runner, [runner.pull(flat, k)[0] for k in range(len(runner.sections))]
         runner, pulled = runners[pipeline]
-        document = Segment(0, 0, tokens, np.zeros(tokens + 1, np.uint8))
+        row = [Segment(0, 0, size, np.zeros(size + 1, np.uint8)) for size in sizes]
 
         def once() -> float:
             start = time.process_time()
-            passes = runner.begin([(tokens, [document])] * 4, 1.0)
+            passes = runner.begin([(sum(sizes), row)] * 4, 1.0)
             for section in pulled:
                 passes.run(section)
             jax.block_until_ready(passes.sums)

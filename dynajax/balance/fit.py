@@ -2,6 +2,9 @@
 
 ``a·Σl² + b·Σl + c`` is fitted by least squares of the relative errors, none of the coefficients below
 zero: a long sequence must not drown the short ones, and a negative price would mislead the planner.
+
+Rows of one sequence do not tell ``a`` from whatever else grows faster than a row does. Each row is therefore measured
+twice, as one sequence and shared by equal ones: what differs between the two is attention alone.
 """
 
 from __future__ import annotations
@@ -73,11 +76,23 @@ def fit(points: Sequence[Point]) -> Fit:
     return Fit(a, b, c, float(errors.max()), float(errors.mean()))
 
 
-Measure = Callable[[Pipeline, int], float]
-"""``measure(pipeline, tokens)``: ms of a micro-batch of one sequence of ``tokens`` on one pipeline stage.
+SHARED_BY = 8
+"""Equal sequences of a row that is shared."""
+
+Row = tuple[int, ...]
+"""Tokens of each sequence of a row."""
+
+Measure = Callable[[Pipeline, Row], float]
+"""``measure(pipeline, row)``: ms of a micro-batch on one pipeline stage.
 
 Forward and backward, after a warm-up, the median of a few runs.
 """
+
+
+def rows_to_measure(tokens: int) -> tuple[Row, Row]:
+    """A row of ``tokens`` as one sequence, and shared by ``SHARED_BY``."""
+    part, left = divmod(tokens, SHARED_BY)
+    return (tokens,), (part + left, *(part,) * (SHARED_BY - 1))
 
 
 def measure_profile(
@@ -88,13 +103,13 @@ def measure_profile(
     measure: Measure,
     max_len: Callable[[Pipeline], int],
 ) -> Profile:
-    """Measure and fit every pipeline; lengths beyond what a pipeline holds are not measured on it.
+    """Measure and fit every pipeline; rows beyond what a pipeline holds are not measured on it.
 
     Args:
         name: of the profile.
         device: what it is measured on.
         pipelines: what to measure.
-        lengths: tokens at which to measure, at least three.
+        lengths: tokens of rows at which to measure, ``SHARED_BY`` or more.
         measure: runs one micro-batch.
         max_len: MaxLen of a pipeline, measured or computed.
 
@@ -104,7 +119,8 @@ def measure_profile(
     timings: list[Timing] = []
     for pipeline in pipelines:
         longest = max_len(pipeline)
-        points = [Point((tokens,), measure(pipeline, tokens)) for tokens in lengths if tokens <= longest]
+        rows = [row for tokens in lengths if tokens <= longest for row in rows_to_measure(tokens)]
+        points = [Point(row, measure(pipeline, row)) for row in rows]
         found = fit(points)
         timings.append(Timing(pipeline, found.a, found.b, found.c, longest, found.worst_error))
     return Profile(name, device, tuple(timings))

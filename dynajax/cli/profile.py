@@ -36,7 +36,7 @@ class ProfileOptions:
     strategies: str | None = None
     """Strategies separated by commas, whose pipelines are measured. Default: all that cut the model evenly."""
     lengths: str = "64,128,256,512"
-    """Tokens at which to measure, three or more."""
+    """Tokens of the rows that are measured, three or more different ones."""
     repeats: int = 5
     """Timed runs of each row; the median counts."""
     devices: int = 8
@@ -103,7 +103,7 @@ def _pipelines(options: ProfileOptions, model: LlamaConfig) -> tuple[Pipeline, .
 
 
 def _show(console: Console, found: Measurement) -> None:
-    table = Table("pipeline", "MaxLen", "T(l) in ms", "error", "of a shared row", "spread", box=SIMPLE_HEAD)
+    table = Table("pipeline", "MaxLen", "T(l) in ms", "error", "of an unlike row", "spread", box=SIMPLE_HEAD)
     for one in found.pipelines:
         cost = one.cost
         formula = f"{cost.a:.3g}·l² + {cost.b:.3g}·l + {cost.c:.3g}"
@@ -111,8 +111,9 @@ def _show(console: Console, found: Measurement) -> None:
         table.add_row(str(cost.pipeline), str(cost.max_len), formula, *errors)
     console.print(table)
     console.print(
-        "error: largest of the fit over the lengths; of a shared row: price against time of the longest row cut in "
-        "four; spread: largest (slowest − fastest) / median of the repeats"
+        "error: largest of the fit over rows of one sequence and of equal ones; of an unlike row: price against time "
+        "of the longest row, halved again and again, which the fit has not seen; spread: largest (slowest − fastest) "
+        "/ median of the repeats"
     )
     for pipeline, holds in found.left_out:
         console.print(
@@ -134,7 +135,10 @@ def _summary(options: ProfileOptions, found: Measurement) -> dict[str, Any]:
 
 def _described(one: Measured) -> dict[str, Any]:
     cost = one.cost
-    points = [{"tokens": sum(p.lengths), "ms": p.ms, "fitted_ms": cost.microbatch_ms(p.lengths)} for p in one.points]
+    points = [
+        {"tokens": sum(p.lengths), "sequences": len(p.lengths), "ms": p.ms, "fitted_ms": cost.microbatch_ms(p.lengths)}
+        for p in one.points
+    ]
     return {
         "pipeline": str(cost.pipeline),
         "devices": cost.devices,

@@ -1,7 +1,8 @@
 """Measure what pipelines cost on the devices that are there: T(l, P) and MaxLen(P).
 
-What is run is what training runs, ``GradientPrograms``, on rows of one sequence. A pipeline with pp stages is
-given V rows at once; its program takes V + pp − 1 ticks, and in each every stage works on one row, so that
+What is run is what training runs, ``GradientPrograms``, on rows of one sequence and on rows that several share. A
+pipeline with pp stages is given V rows at once; its program takes V + pp − 1 ticks, and in each every stage works on
+one row, so that
 
     T(l, P) = time of the program / (pp − 1 + V)
 
@@ -31,6 +32,7 @@ import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dynajax.balance import PipelineCost, Point, Profile, Timing, measure_profile
+from dynajax.balance.fit import SHARED_BY, Row, rows_to_measure
 from dynajax.bytesize import format_bytes
 from dynajax.data import Batch, Segment, lay_out
 from dynajax.errors import BalanceError, StrategyError
@@ -41,8 +43,6 @@ from dynajax.runtime.sections import whole
 from dynajax.train.fit import require_fit
 from dynajax.train.job import DEFAULT_OPTIONS, NO_MESH, StepOptions
 
-SHARED_BY = 4
-"""Sequences of the row that the price of a shared row is checked on; no row has more."""
 LEAST_LENGTHS = 3
 """Lengths that a fit needs."""
 
@@ -61,8 +61,8 @@ class Measured:
     Attributes:
         cost: the price list.
         error: largest relative error of the fit.
-        points: rows of one sequence and their median times.
-        shared: the longest row that was timed, cut in equal sequences: the fit has not seen it.
+        points: rows of one sequence, and of equal ones, with their median times.
+        shared: the longest row that was timed, halved again and again into sequences: the fit has not seen it.
         spread: largest (slowest − fastest) / median of the repeats of a row.
     """
 
@@ -157,7 +157,7 @@ def measure(
         devices[0].device_kind,
         tuple(of),
         asked,
-        lambda pipeline, tokens: of[pipeline].point((tokens,)).ms,
+        lambda pipeline, row: of[pipeline].point(row).ms,
         lambda pipeline: of[pipeline].max_len,
     )
     measured = tuple(of[timing.pipeline].measured(timing) for timing in profile.timings)
@@ -228,17 +228,14 @@ class _Bench:
         self._run = replace(options, chunks=1).of_pipeline(model, strategy)
         self._mesh = Placement.parse(strategy).mesh(devices)
         self._programs: dict[int, GradientPrograms] = {}
-        self._rows: list[tuple[tuple[int, ...], GradientPrograms, Batch]] = []
-        self._ms: dict[tuple[int, ...], list[float]] = {}
+        self._rows: list[tuple[Row, GradientPrograms, Batch]] = []
+        self._ms: dict[Row, list[float]] = {}
         self.max_len = self._longest(asked, room)
         self.lengths = tuple(tokens for tokens in asked if tokens <= self.max_len)
 
     def prepare(self) -> None:
-        """Put a row of each of ``lengths`` on the devices, and one that several sequences share."""
-        longest = self.lengths[-1]
-        part = longest // SHARED_BY
-        self._shared = (part,) * (SHARED_BY - 1) + (longest - part * (SHARED_BY - 1),)
-        for sizes in (*((tokens,) for tokens in self.lengths), self._shared):
+        """Put the rows that are fitted, and the one that checks the fit, on the devices."""
+        for sizes in (*self._fitted, self._shared):
             program = self._programs[sum(sizes)]
             self._rows.append((sizes, program, jax.device_put(self._batch(sizes, program), program.rows)))
             self._ms[sizes] = []
@@ -257,14 +254,27 @@ class _Bench:
                 took = time.perf_counter() - began
             self._ms[sizes].append(took * 1e3 / (self.pipeline.size("pp") - 1 + self._run.microbatches))
 
-    def point(self, sizes: tuple[int, ...]) -> Point:
+    @property
+    def _fitted(self) -> list[Row]:
+        return [row for tokens in self.lengths for row in rows_to_measure(tokens)]
+
+    @property
+    def _shared(self) -> Row:
+        """The longest row as sequences of a half, a quarter, an eighth and so on of it."""
+        left, sizes = self.lengths[-1], []
+        for _ in range(SHARED_BY - 1):
+            sizes.append(left - left // 2)
+            left //= 2
+        return tuple(size for size in (*sizes, left) if size)
+
+    def point(self, sizes: Row) -> Point:
         """The median time of a row."""
         return Point(sizes, statistics.median(self._ms[sizes]))
 
     def measured(self, timing: Timing) -> Measured:
         """What there is to say of the price that was fitted."""
         cost = PipelineCost(timing.pipeline, timing.a, timing.b, timing.c, self.max_len)
-        points = tuple(self.point((tokens,)) for tokens in self.lengths)
+        points = tuple(map(self.point, self._fitted))
         spread = max((max(times) - min(times)) / statistics.median(times) for times in self._ms.values())
         return Measured(cost, timing.error or 0.0, points, self.point(self._shared), spread)
 

@@ -63,7 +63,8 @@ def test_a_measured_profile_and_proposed_candidates(capsys, tmp_path):
     pipelines = [Strategy.parse(text).pipelines[0] for text in ("tp1", "tp2", "tp4")]
     profile = measure_profile(
         "mine", "here", pipelines, (64, 256, 512),
-        lambda p, n: (1e-5 * n * n + 0.1 * n) / p.num_devices**0.8 + 1, lambda p: 512 * p.num_devices,
+        lambda p, row: sum(1e-5 * n * n + 0.1 * n for n in row) / p.num_devices**0.8 + 1,
+        lambda p: 512 * p.num_devices,
     )  # fmt: skip
     save_profile(profile, tmp_path / "mine.json", "a test")
     options = BalanceOptions(

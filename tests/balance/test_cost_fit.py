@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynajax.balance.fit import Point, fit, measure_profile
+from dynajax.balance.fit import SHARED_BY, Point, fit, measure_profile, rows_to_measure
 from dynajax.balance.profiles import load_profile, save_profile
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
@@ -34,6 +34,21 @@ def test_noise_shows_in_the_error_and_little_in_the_prediction():
         assert found.a * size**2 + found.b * size + found.c == pytest.approx(truth, rel=0.03)
 
 
+def test_shared_rows_tell_attention_from_what_else_grows():
+    """Where a token costs the more the longer its row is, ``a`` stays what sequences cost."""
+    rows = [row for tokens in (128, 256, 512) for row in rows_to_measure(tokens)]
+    assert all(sum(row) in (128, 256, 512) for row in rows)
+    points = [Point(p.lengths, p.ms * sum(p.lengths) ** 0.1) for p in (point(row, 1e-5, 0.02, 0.5) for row in rows)]
+    both, alone = fit(points), fit([p for p in points if len(p.lengths) == 1])
+    unlike = point((256, 128, 64, 32, 16, 16), 1e-5, 0.02, 0.5)
+
+    def error(found):
+        a, b, c = found.a, found.b, found.c
+        return abs(point(unlike.lengths, a, b, c).ms / (unlike.ms * 512**0.1) - 1)
+
+    assert error(both) < 0.03 < error(alone)
+
+
 def test_coefficients_are_never_negative():
     found = fit([Point((100,), 10.0), Point((200,), 15.0), Point((400,), 20.0)])  # bends the wrong way
     assert min(found.a, found.b, found.c) >= 0
@@ -56,17 +71,17 @@ def test_too_few_or_impossible_points_are_refused(points, said):
 def test_a_measured_profile_is_a_profile(tmp_path):
     """The measuring function is handed in; here it computes what a device would take."""
     truth = {"tp1": (4e-6, 0.2, 10.0, 5_000), "tp2.cp2": (1e-6, 0.06, 15.0, 20_000)}
-    measured: list[tuple[str, int]] = []
+    measured: list[tuple[str, tuple[int, ...]]] = []
 
-    def measure(pipeline, tokens: int) -> float:
-        measured.append((str(pipeline), tokens))
+    def measure(pipeline, row: tuple[int, ...]) -> float:
+        measured.append((str(pipeline), row))
         a, b, c, _ = truth[str(pipeline)]
-        return point((tokens,), a, b, c).ms
+        return point(row, a, b, c).ms
 
     pipelines = [Strategy.parse(text).pipelines[0] for text in truth]
     profile = measure_profile("tiny", "here", pipelines, (512, 1024, 4096, 16_384), measure, lambda p: truth[str(p)][3])
-    assert ("tp1", 16_384) not in measured
-    assert ("tp2.cp2", 16_384) in measured
+    assert max(sum(row) for name, row in measured if name == "tp1") == 4096
+    assert {("tp2.cp2", (16_384,)), ("tp2.cp2", (2_048,) * SHARED_BY)} <= set(measured)
     save_profile(profile, tmp_path / "tiny.json", "measured by a test")
     again = load_profile(str(tmp_path / "tiny.json"))
     assert again == profile

@@ -25,7 +25,9 @@ def test_a_fresh_process_measures_and_balance_plans_with_it(tmp_path, capsys):
     assert [one["pipeline"] for one in told["pipelines"]] == ["tp1", "pp2"]
     for one in told["pipelines"]:
         assert one["max_len"] == 64
-        assert [point["tokens"] for point in one["points"]] == [16, 32, 64]
+        assert [(point["tokens"], point["sequences"]) for point in one["points"]] == [
+            (tokens, sequences) for tokens in (16, 32, 64) for sequences in (1, 8)
+        ]
         assert min(point["ms"] for point in one["points"]) > 0
         worst = max(abs(point["fitted_ms"] / point["ms"] - 1) for point in one["points"])
         assert one["error"] == pytest.approx(worst)

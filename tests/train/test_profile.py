@@ -8,6 +8,7 @@ import pytest
 from small_runs import DOCUMENTS, MODEL
 
 from dynajax.balance import MicroBatch, Planner, load_profile, save_profile
+from dynajax.balance.fit import SHARED_BY
 from dynajax.data import DocumentSteps, MemoryDocuments
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.meshes import Strategy
@@ -16,7 +17,7 @@ from dynajax.runtime import Propagation
 from dynajax.runtime.gradients import GradientPrograms, abstract_sums
 from dynajax.runtime.sections import whole
 from dynajax.train.balancing import Balancing
-from dynajax.train.profile import SHARED_BY, free_bytes, measure
+from dynajax.train.profile import free_bytes, measure
 
 LENGTHS = (16, 32, 64)
 
@@ -52,8 +53,8 @@ def test_every_pipeline_is_run_at_every_length(measured):
     assert [str(one.cost.pipeline) for one in measured.pipelines] == ["tp1", "pp2.cp2"]
     assert not measured.left_out
     for one in measured.pipelines:
-        assert [point.lengths for point in one.points] == [(16,), (32,), (64,)]
-        assert one.shared.lengths == (16,) * SHARED_BY
+        assert [point.lengths for point in one.points] == [(16,), (2,) * 8, (32,), (4,) * 8, (64,), (8,) * 8]
+        assert one.shared.lengths == (32, 16, 8, 4, 2, 1, 1)
         assert min(point.ms for point in (*one.points, one.shared)) > 0
         assert one.cost.max_len == 64
         assert one.spread >= 0
@@ -62,10 +63,11 @@ def test_every_pipeline_is_run_at_every_length(measured):
 def test_the_error_is_that_of_the_fit(measured):
     for one, timing in zip(measured.pipelines, measured.profile.timings, strict=True):
         a, b, c = timing.a, timing.b, timing.c
-        fitted = [a * n * n + b * n + c for n in LENGTHS]
-        errors = [abs(f / point.ms - 1) for f, point in zip(fitted, one.points, strict=True)]
+        prices = [c + sum(a * n * n + b * n for n in point.lengths) for point in one.points]
+        errors = [abs(price / point.ms - 1) for price, point in zip(prices, one.points, strict=True)]
         assert one.error == timing.error == pytest.approx(max(errors))
-        assert one.shared_error == pytest.approx((a * 4 * 16**2 + b * 64 + c) / one.shared.ms - 1)
+        price = a * (32**2 + 16**2 + 8**2 + 4**2 + 2**2 + 2) + b * 64 + c
+        assert one.shared_error == pytest.approx(price / one.shared.ms - 1)
 
 
 def test_time_is_divided_by_the_ticks_of_the_program(monkeypatch):
@@ -73,7 +75,7 @@ def test_time_is_divided_by_the_ticks_of_the_program(monkeypatch):
     reads = iter(np.arange(0, 1000, 5.0))
     monkeypatch.setattr("dynajax.train.profile.time.perf_counter", lambda: next(reads))
     found = measure("clock", MODEL, pipelines("tp1", "pp2.cp2"), LENGTHS, jax.devices()[:4], repeats=1)
-    assert [point.ms for one in found.pipelines for point in one.points] == pytest.approx([5_000] * 3 + [1_000] * 3)
+    assert [point.ms for one in found.pipelines for point in one.points] == pytest.approx([5_000] * 6 + [1_000] * 6)
 
 
 def test_the_profile_goes_through_a_file_to_plans_and_to_training(measured, tmp_path):
@@ -101,7 +103,7 @@ def test_max_len_is_the_longest_row_whose_program_fits():
     found = measure("small", MODEL, pipelines("tp1"), (32, 64, 128, 256), devices, repeats=1, memory=memory)
     longest = found.pipelines[0].cost.max_len
     assert 128 <= longest < 256
-    assert [point.lengths[0] for point in found.pipelines[0].points] == [32, 64, 128]
+    assert [sum(point.lengths) for point in found.pipelines[0].points] == [32, 32, 64, 64, 128, 128]
     assert program_bytes("tp1", longest) <= room < program_bytes("tp1", longest + 16)
 
     # One that holds fewer than three of the lengths is left out, and refused where there is no other.
@@ -129,7 +131,7 @@ FEW = LlamaConfig(
     ("change", "kind", "said"),
     [
         ({"lengths": (16, 32, 16)}, BalanceError, "lengths 16, 32 .* give 3 or more different lengths"),
-        ({"lengths": (0, 32, 16)}, BalanceError, "of 4 tokens or more"),
+        ({"lengths": (0, 32, 16)}, BalanceError, "of 8 tokens or more"),
         ({"repeats": 0}, BalanceError, "0 repeats"),
         ({"pipelines": ()}, BalanceError, "no pipelines to measure"),
         ({"model": FEW, "lengths": (16, 32, 65)}, BalanceError, "65 tokens: the model has 64 positions"),
