@@ -33,6 +33,8 @@ AT_ONCE = 1 << 25
 """Bytes of targets in a stage: the next one then fills memory that was read a moment ago, not pages never seen."""
 _ALIGNMENT = 64
 _THREADS = 2
+_WORTH_A_THREAD = 4
+"""Batches: to wake another thread for less takes longer than it saves."""
 
 
 class SharedMemory:
@@ -147,9 +149,9 @@ class SharedMemory:
         return sent
 
     def _copy(self, turn: Sequence[Batch], buffers: list[View]) -> None:
-        """Copy the batches of a turn, this thread and another each taking the next one."""
-        left = iter(turn)
-        others = [self._pool.submit(_copy_batches, left, buffers) for _ in range(min(len(turn), _THREADS) - 1)]
+        """Copy the batches of a turn, this thread and, if there are some, others each taking the next one."""
+        left, helpers = iter(turn), min(len(turn) // _WORTH_A_THREAD, _THREADS - 1)
+        others = [self._pool.submit(_copy_batches, left, buffers) for _ in range(helpers)]
         _copy_batches(left, buffers)
         for other in others:
             other.result()
