@@ -64,7 +64,7 @@ def run(options: TrainOptions) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Twin:
-    """Where the twin of a run starts: as the run does, or on documents under one strategy with like pipelines.
+    """Where the twin of a run starts: as the run does, or on documents under one pipeline.
 
     Attributes:
         place: where it runs.
@@ -79,7 +79,7 @@ class Twin:
         """The twin of the run that ``trainer`` begins."""
         job, place = trainer.job, trainer.placement
         if isinstance(job, DocumentJob) and isinstance(place, Candidates):
-            place = job.uniform(place)
+            place = job.alone(place)
         return Twin(place, folder.first_state(trainer, place))
 
 

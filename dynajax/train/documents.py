@@ -104,9 +104,8 @@ class DocumentJob(Job[Candidates]):
         self.planner(found)
         return found
 
-    def uniform(self, place: Candidates) -> Candidates:
-        """The smallest pipeline that holds the longest document, copied over the devices of ``place``: what balanced
-        strategies are compared with.
+    def alone(self, place: Candidates) -> Candidates:
+        """The smallest pipeline that holds the longest document, alone: what several together are compared with.
 
         Raises:
             BalanceError: none does.
@@ -115,9 +114,8 @@ class DocumentJob(Job[Candidates]):
         costs = [c for c in self.balancing.costs(self.model, pipelines) if c.max_len >= self.data.longest]
         if not costs:
             raise BalanceError(f"no pipeline of {len(place.devices)} devices holds {self.data.longest} tokens")
-        pipeline = min(costs, key=lambda cost: (cost.devices, cost.pp)).pipeline
-        strategy = Strategy((pipeline,) * (len(place.devices) // pipeline.num_devices))
-        return Candidates.one(Placement(strategy, place.devices[: strategy.num_devices]))
+        smallest = min(costs, key=lambda cost: (cost.devices, cost.pp))
+        return Candidates.one(Placement(Strategy((smallest.pipeline,)), place.devices[: smallest.devices]))
 
     def planner(self, place: Candidates) -> Planner:
         """Plans iterations over the strategies of ``place``.
