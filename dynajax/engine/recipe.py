@@ -175,8 +175,10 @@ class Recipes:
             for (_, leaf), trail in zip(stage, trails, strict=True)
             for held, outline, filled in zip(leaf.targets, trail.outlines, trail.filled, strict=True)
         ]
-        opened = {held: 0 for held, _, _ in ends if held not in self._outlines}
-        for held, outline, _ in ends:
+        opened: dict[Held, list[Ints]] = {}
+        for held, outline, filled in ends:
+            if held in opened or held not in self._outlines:
+                opened.setdefault(held, []).append(filled)
             self._outlines.setdefault(held, outline)
         targets = {held: self._outlines[held] for held, _, _ in ends}
         first, count = {}, 0
@@ -193,7 +195,7 @@ class Recipes:
             turns += ([] for _ in range(len(trail.turns) - len(turns)))
             for turn, portions in zip(turns, trail.turns, strict=False):
                 turn += ((number, portion) for portion in portions)
-        cleared = {held: _left_open(held, targets[held], [f for h, _, f in ends if h is held]) for held in opened}
+        cleared = {held: _left_open(held, targets[held], filled) for held, filled in opened.items()}
         return Recipe(targets, cleared, reads, [list(_batches(turn)) for turn in turns])
 
     def _trail(self, move: Move, leaf: Leaf) -> _Trail:
