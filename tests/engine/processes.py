@@ -1,4 +1,4 @@
-"""One of several processes that move states between their devices: ``python processes.py ADDRESS COUNT RANK``.
+"""One of several processes that move states between their devices: ``python processes.py ADDRESS COUNT RANK CASES``.
 
 Run by test_processes.py. Each has two devices. All processes run the same cases in the same order, and print a line of
 JSON: for each case null, or the errors that it is about, which have to be alike everywhere. A case that fails ends the
@@ -10,7 +10,9 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +32,8 @@ from engine.states import assert_same_bits, bytes_not_held, is_key, live_bytes
 
 P = PartitionSpec
 BUDGET = "64KB"
+WAIT_S = 2
+"""What ``absences`` is started with as the time-out of collectives."""
 
 
 def on(numbers: Any, spec: Any, columns: int = 1) -> NamedSharding:
@@ -345,17 +349,35 @@ def changed_bytes() -> list[str]:
     return found
 
 
+def absences() -> list[str]:
+    """The last process does not come, and then dies: the others wait as long as they were told, or not at all."""
+    absent = jax.process_index() == jax.process_count() - 1
+    want = np.arange(12, dtype=np.int32)
+    array, target = put(want, on(range(4), P("x"))), on(range(4), P(), 2)
+    dj.reshard(array, target)
+    if absent:
+        time.sleep(2 * WAIT_S)
+        os._exit(0)
+    found = [raised(lambda: dj.reshard(array, target))]
+    time.sleep(2 * WAIT_S)
+    found.append(raised(lambda: dj.reshard(array, target)))
+    assert_same_bits(array, want)
+    print(json.dumps({"absences": found}), flush=True)
+    os._exit(0)  # the end of a job without one of its processes would wait for it, and abort
+
+
 CASES: list[Callable[[], list[str] | None]] = [
     moves, kept_buffers_stay, padding_and_weak_types, sums, repeated_arrays, nodes, one_exchange_program,
     peak_of_live_buffers, random_switches, disagreements, changed_bytes,
 ]  # fmt: skip
 
 
-def main(address: str, count: int, rank: int) -> None:
+def main(address: str, count: int, rank: int, what: str) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(address, count, rank, initialization_timeout=60)
-    print(json.dumps({case.__name__: case() for case in CASES}), flush=True)
+    cases = CASES if what == "moves" else [absences]
+    print(json.dumps({case.__name__: case() for case in cases}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
