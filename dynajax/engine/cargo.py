@@ -7,118 +7,25 @@ sums are made in the order of the plan; what is passed on goes when all that is 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from dynajax.engine import programs
 from dynajax.engine.batches import batches
-from dynajax.engine.places import Places, memory_kind
+from dynajax.engine.parcel import Parcel, Ranks
 from dynajax.engine.programs import Buckets, Devices, Hold
-from dynajax.engine.transport import Outline
-from dynajax.engine.tree import Leaf
-from dynajax.engine.waves import (
-    PASSED_ON,
-    Grains,
-    Wave,
-    grains_of,
-    longest_of,
-    longest_run,
-    messages,
-    turns_of,
-    waves_of,
-    words_and_grain,
-)
-from dynajax.engine.words import Words, is_packed, packed_again, whole_bytes
-from dynajax.planner import Move
+from dynajax.engine.waves import PASSED_ON, Grains, Wave, longest_of, waves_of
+from dynajax.engine.words import Words
 from dynajax.vps.region import Ints
 
 _SMALL = 8
 """A leaf is small if so many of its size fit in the buckets of a device."""
 _WORD = Words(np.dtype(np.uint32))
-
-
-class Parcel(Outline):
-    """A leaf on its way.
-
-    Attributes:
-        senders: devices of the source, in the order of their ids.
-        receivers: devices whose target buffer is made, likewise.
-        source_shape: of one physical source shard.
-        words, grain: how its elements travel; the grain in words.
-        turns: when each copy is made, see ``turns_of``.
-        summed: what its words are if some of them are added to others.
-        sizes: words of a source and of a target shard.
-        made: the target buffers by place, as far as they are made.
-    """
-
-    def __init__(self, move: Move, leaf: Leaf, places: Places, most: int) -> None:
-        super().__init__(move, leaf, places)
-        self.senders, self.receivers = _by_id(leaf.source.sharding.device_set), _by_id(self.filled)
-        self.source_shape = (*leaf.source.sharding.shard_shape(leaf.source.array_shape), *self.inner)
-        self._inner = math.prod(self.inner)
-        elements = math.prod(self.source_shape), math.prod(self.shape)
-        run = longest_run(move.copies, elements[0] // self._inner, elements[1] // self._inner) * self._inner
-        dtype = np.dtype(np.uint8) if is_packed(self.dtype) else self.dtype
-        self.words, self.grain = words_and_grain(dtype, run, most, max(elements))
-        self.turns = turns_of(move.copies)
-        self.summed = self.words if move.copies.added.any() else None
-        self.sizes = self.words.count(elements[0]), self.words.count(elements[1])
-        self.made: dict[int, jax.Array] = {}
-
-    def grains(self, turn: int, grain: int, ranks: Ranks) -> tuple[Grains, Ints]:
-        """What this process's devices send and receive, in grains of so many words, and what all send to each other."""
-        c, rank = self.move.copies, ranks.of_place
-        rows, size = np.flatnonzero(self.turns == turn), self.words.elements(self.grain) // self._inner
-        mine = rows[np.isin(rank[c.source[rows]], ranks.here) | np.isin(rank[c.target[rows]], ranks.here)]
-        parts = self.grain // grain
-        return grains_of(c, mine, size, rank).finer(parts), messages(c, rows, size, rank, ranks.count) * parts
-
-    def staying(self) -> dict[int, jax.Array]:
-        """The source buffers that are target buffers too, by place."""
-        if not self.kept:
-            return {}
-        return {n: piece for n, piece in self.pieces().items() if n in self.kept}
-
-    def source(self) -> jax.Array:
-        """The source shards as one array over the senders."""
-        pieces = {next(iter(p.devices())): p for p in self.pieces().values()}
-        if memory_kind(self.leaf.source.sharding) != self.senders[0].default_memory().kind:
-            pieces = {d: jax.device_put(p, SingleDeviceSharding(d)) for d, p in pieces.items()}
-        return whole_bytes(programs.spread(self.senders, self.source_shape, pieces, self.dtype))
-
-    def receive(self, target: jax.Array) -> None:
-        """Take over the target buffers from an array over the receivers."""
-        kind = memory_kind(self.leaf.target.sharding)
-        for device, buffer in programs.gathered(packed_again(target, self.dtype)).items():
-            if not self.is_in_default_memory:
-                buffer = jax.device_put(buffer, SingleDeviceSharding(device, memory_kind=kind))
-            self.made[self.number[device]] = buffer
-
-
-def _by_id(devices: Iterable[jax.Device]) -> Devices:
-    return tuple(sorted(devices, key=lambda d: d.id))
-
-
-@dataclass(frozen=True, eq=False)
-class Ranks:
-    """The devices of a move by number.
-
-    Attributes:
-        of_place: number of the device of each place.
-        count: how many there are.
-        here: numbers of those of this process, ascending.
-    """
-
-    of_place: Ints
-    count: int
-    here: Ints
 
 
 @dataclass(eq=False)

@@ -16,7 +16,8 @@ import numpy as np
 from dynajax.bytesize import format_bytes
 from dynajax.engine import _jax_private as private
 from dynajax.engine import programs
-from dynajax.engine.cargo import Cargo, Parcel, Ranks, cargoes_of, is_small
+from dynajax.engine.cargo import Cargo, cargoes_of, is_small
+from dynajax.engine.parcel import Parcel, Ranks
 from dynajax.engine.places import Places
 from dynajax.engine.processes import waiting
 from dynajax.engine.programs import Buckets, Devices
@@ -117,7 +118,7 @@ class Xla:
             self._carry(cargo)
         with self._watch.phase("unpack"):
             _keep(parcels, share)
-            return jax.block_until_ready([p.array(p.made) for p in parcels])
+            return jax.block_until_ready([p.array() for p in parcels])
 
     def prepare(self, stage: Stage) -> None:
         """See ``Transport.prepare``."""

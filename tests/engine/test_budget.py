@@ -17,7 +17,8 @@ from engine.states import P, live_bytes, mesh
 from jax.sharding import Mesh, NamedSharding
 
 import dynajax as dj
-from dynajax.engine import execute, programs, shared_memory, transport, xla
+from dynajax.engine import _jax_private as private
+from dynajax.engine import execute, programs, shared_memory, xla
 from dynajax.engine.reshard import Path
 from dynajax.engine.shared_memory import SharedMemory
 from dynajax.engine.waves import words_and_grain
@@ -168,13 +169,13 @@ def _fails_at(failing: int, patch: pytest.MonkeyPatch, path: Path) -> None:
     """Make one stage of a move fail when its buffers are made and not yet arrays."""
     cls = xla.Xla if path == "xla" else SharedMemory
     run, stages = cls.run, itertools.count()
-    assemble = transport.private.assemble
+    assemble = private.assemble
 
     def breaks(*args: Any) -> Any:
         raise _InjectedError("injected")
 
     def counted(self: Any, stage: Any, share: bool) -> Any:
-        patch.setattr(transport.private, "assemble", breaks if next(stages) == failing else assemble)
+        patch.setattr(private, "assemble", breaks if next(stages) == failing else assemble)
         return run(self, stage, share)
 
     patch.setattr(cls, "run", counted)
