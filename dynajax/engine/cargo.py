@@ -1,4 +1,4 @@
-"""What an exchange carries at a time: one large leaf, or a crate that small leaves between the same devices share.
+"""What an exchange carries at a time: what goes from one array to another, where small arrays share crates.
 
 It goes in turns. What only has to be written goes in the first; of what is to be summed one part goes in each, so that
 sums are made in the order of the plan; what is passed on goes when all that is there.
@@ -7,7 +7,7 @@ sums are made in the order of the plan; what is passed on goes when all that is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,8 +17,9 @@ import numpy as np
 
 from dynajax.engine import programs
 from dynajax.engine.batches import batches
-from dynajax.engine.parcel import Parcel, Ranks
+from dynajax.engine.parcel import Arrival, Parcel, Ranks
 from dynajax.engine.programs import Buckets, Devices, Hold
+from dynajax.engine.tree import Held
 from dynajax.engine.waves import PASSED_ON, Grains, Wave, longest_of, waves_of
 from dynajax.engine.words import Words
 from dynajax.vps.region import Ints
@@ -35,14 +36,15 @@ class Cargo:
     Attributes:
         buckets: what it travels in.
         ranks: who travels.
-        parcels: one large leaf, or what a crate holds.
-        is_crate: whether it is a crate.
+        parcels: what travels.
+        crated: for either end, whether the shards lie side by side in a crate; else all parcels have one array there.
     """
 
     buckets: Buckets
     ranks: Ranks
     parcels: list[Parcel]
-    is_crate: bool
+    crated: tuple[bool, bool]
+    _crate: jax.Array | None = None
 
     @property
     def senders(self) -> Devices:
@@ -52,11 +54,12 @@ class Cargo:
     @property
     def receivers(self) -> Devices:
         """Devices that need the target."""
-        return self.parcels[0].receivers
+        return self.parcels[0].target.receivers
 
     def has_room_for(self, parcel: Parcel) -> bool:
-        """True if the crate can hold one more."""
-        return all(self._size(end) + parcel.sizes[end] <= self.buckets.total for end in (0, 1))
+        """True if its crates can hold one more."""
+        ends = [end for end in (0, 1) if self.crated[end]]
+        return all(self._size(end) + parcel.sizes[end] <= self.buckets.total for end in ends)
 
     def _size(self, end: int) -> int:
         return sum(p.sizes[end] for p in self.parcels)
@@ -68,15 +71,17 @@ class Cargo:
     @cached_property
     def source(self) -> Hold:
         """Where grains are taken from."""
-        return self._hold(0, self.parcels[0].source_shape, self.parcels[0].words)
+        words = self.parcels[0].words
+        passed = isinstance(self.parcels[0].source, Arrival)
+        return self._hold(0, self.parcels[0].source_shape, words.carrier if passed else words)
 
     @cached_property
     def target(self) -> Hold:
         """Where grains are put."""
-        return self._hold(1, self.parcels[0].shape, self.parcels[0].words.carrier)
+        return self._hold(1, self.parcels[0].target.shape, self.parcels[0].words.carrier)
 
     def _hold(self, end: int, shape: tuple[int, ...], words: Words) -> Hold:
-        if self.is_crate:
+        if self.crated[end]:
             return Hold((1 << (self._size(end) - 1).bit_length(),), _WORD, self._grain)
         return Hold(shape, words, self._grain)
 
@@ -88,20 +93,22 @@ class Cargo:
 
     def _cut(self, turn: int) -> tuple[Grains, Ints]:
         """All parcels in grains; those of one geometry are cut once."""
-        cut: dict[tuple[int, Words], tuple[Grains, Ints]] = {}
+        cut: dict[tuple[Any, Words], tuple[Grains, Ints]] = {}
         parts, sent = [], np.zeros((self.ranks.count, self.ranks.count), np.int64)
         for parcel, *at in zip(self.parcels, self._offsets(0), self._offsets(1), strict=True):
-            key = id(parcel.move.route), parcel.words
+            key = parcel.geometry, parcel.words
             if key not in cut:
                 cut[key] = parcel.grains(turn, self._grain, self.ranks)
             g, between = cut[key]
             sent += between
-            read, write = at[turn == PASSED_ON] // self._grain, at[1] // self._grain
+            read, write = at[self._passes_on(turn)] // self._grain, at[1] // self._grain
             parts.append(Grains(g.sender, g.receiver, g.source + read, g.target + write))
         return Grains.concatenate(parts), longest_of(sent)
 
     def _offsets(self, end: int) -> list[int]:
-        """Word at which each parcel begins in its crate."""
+        """Word at which each parcel begins in its crate; its offsets in an array are its own."""
+        if not self.crated[end]:
+            return [0] * len(self.parcels)
         return list(itertools.accumulate((p.sizes[end] for p in self.parcels[:-1]), initial=0))
 
     @cached_property
@@ -110,16 +117,23 @@ class Cargo:
         most = max(int(longest.max()) for _, longest in self._grains.values()) * self._grain
         return min(1 << (most - 1).bit_length(), self.buckets.words)
 
-    def waves(self) -> Iterator[tuple[int, Wave]]:
-        """The waves that carry it, each with its turn."""
-        for turn, (grains, longest) in self._grains.items():
-            for wave in waves_of(grains, longest, self.ranks.here, self.buckets.count, self.used // self._grain):
-                yield turn, wave
+    @property
+    def turns(self) -> Collection[int]:
+        """The turns that it travels in."""
+        return self._grains.keys()
+
+    def waves(self, turn: int) -> Iterator[Wave]:
+        """The waves that carry it in a turn."""
+        grains, longest = self._grains[turn]
+        return waves_of(grains, longest, self.ranks.here, self.buckets.count, self.used // self._grain)
+
+    def _passes_on(self, turn: int) -> bool:
+        """True if it is taken out of where it went in earlier turns."""
+        return turn == PASSED_ON and isinstance(self.parcels[0].source, Held)
 
     def packing(self, turn: int) -> tuple[Devices, Any]:
-        """The devices that pack in a turn, and the program they do it by: out of sources, or of what came before."""
-        passed = turn == PASSED_ON
-        senders, hold = (self.receivers, self.target) if passed else (self.senders, self.source)
+        """The devices that pack in a turn, and the program they do it by."""
+        senders, hold = (self.receivers, self.target) if self._passes_on(turn) else (self.senders, self.source)
         return senders, programs.pack(senders, hold, self.buckets, self.used)
 
     def unpacking(self, turn: int) -> Any:
@@ -133,49 +147,72 @@ class Cargo:
         for turn in self._grains:
             self.packing(turn)
             self.unpacking(turn)
-        if self.is_crate:
+        if self.crated[0]:
             programs.zeros(self.senders, self.source.shape, _WORD.dtype)
             for shape, words, members in self._calls(0):
                 programs.put(self.senders, self.source.shape[0], shape, words, len(members))
+        if self.crated[1]:
             for shape, words, members in self._calls(1):
                 programs.take(self.receivers, self.target.shape[0], shape, words, len(members))
-        elif self._is_carried:
-            programs.retype(self.receivers, self.target.shape, self.parcels[0].words)
+        else:
+            self.parcels[0].target.compile()
+
+    def begin(self) -> None:
+        """Make zeros of where it goes, if nothing is there yet."""
+        target = self.parcels[0].target
+        if self.crated[1] or target.filled is None:
+            self.into = programs.zeros(self.receivers, self.target.shape, self.target.words.dtype)()
 
     @property
-    def _is_carried(self) -> bool:
-        """True for a large leaf whose target is filled as another dtype."""
-        return not self.is_crate and self.target.words != self.parcels[0].words
+    def into(self) -> jax.Array:
+        """Where it goes: its crate, or the array."""
+        filled = self._crate if self.crated[1] else self.parcels[0].target.filled
+        assert filled is not None
+        return filled
 
-    def load(self) -> jax.Array:
+    @into.setter
+    def into(self, filled: jax.Array) -> None:
+        if self.crated[1]:
+            self._crate = filled
+        else:
+            self.parcels[0].target.filled = filled
+
+    def load(self, turn: int) -> Callable[[], jax.Array]:
+        """Get what it is taken out of in a turn, which may be what every wave changes."""
+        source = self.parcels[0].source
+        if self._passes_on(turn):
+            return lambda: self.into
+        if isinstance(source, Arrival):
+            return source.so_far
+        loaded = self._loaded()
+        return lambda: loaded
+
+    def _loaded(self) -> jax.Array:
         """The source shards, or the crate they are laid in."""
-        if not self.is_crate:
-            return self.parcels[0].source()
+        if not self.crated[0]:
+            return self.parcels[0].load()
         crate = programs.zeros(self.senders, self.source.shape, _WORD.dtype)()
         for shape, words, members in self._calls(0):
             program = programs.put(self.senders, self.source.shape[0], shape, words, len(members))
             offsets = programs.tell(self.senders, [at for _, at in members])
-            crate = program(crate, offsets, *[p.source() for p, _ in members])
+            crate = program(crate, offsets, *[p.load() for p, _ in members])
         return crate
 
-    def unload(self, target: jax.Array) -> None:
-        """Give each parcel its target buffers."""
-        if self._is_carried:
-            target = programs.retype(self.receivers, self.target.shape, self.parcels[0].words)(target)
-        if not self.is_crate:
-            self.parcels[0].receive(target)
-            return
-        for shape, words, members in self._calls(1):
-            program = programs.take(self.receivers, self.target.shape[0], shape, words, len(members))
-            shards = program(target, programs.tell(self.receivers, [at for _, at in members]))
-            for (parcel, _), shard in zip(members, shards, strict=True):
-                parcel.receive(shard)
+    def unload(self) -> None:
+        """Give each parcel its target buffers, if they are in a crate."""
+        if self.crated[1]:
+            for shape, words, members in self._calls(1):
+                program = programs.take(self.receivers, self.target.shape[0], shape, words, len(members))
+                shards = program(self.into, programs.tell(self.receivers, [at for _, at in members]))
+                for (parcel, _), shard in zip(members, shards, strict=True):
+                    parcel.target.receive(shard)
+            self._crate = None
 
     def _calls(self, end: int) -> Iterator[tuple[tuple[int, ...], Words, list[tuple[Parcel, int]]]]:
         """Shards of one shape and the words where they lie in the crate, as many as share a call."""
         alike: dict[tuple[tuple[int, ...], Words], list[tuple[Parcel, int]]] = {}
         for parcel, at in zip(self.parcels, self._offsets(end), strict=True):
-            alike.setdefault(((parcel.source_shape, parcel.shape)[end], parcel.words), []).append((parcel, at))
+            alike.setdefault(((parcel.source_shape, parcel.target.shape)[end], parcel.words), []).append((parcel, at))
         for (shape, words), members in alike.items():
             left = iter(members)
             for count in batches(len(members)):
@@ -188,19 +225,29 @@ def is_small(words: int, buckets: Buckets) -> bool:
 
 
 def cargoes_of(parcels: Sequence[Parcel], buckets: Buckets, ranks: Ranks) -> list[Cargo]:
-    """Large leaves alone, small ones by the crate; leaves that stay whole are in none."""
+    """What goes between the same two arrays or crates goes together; leaves that stay whole are in none."""
     cargoes: list[Cargo] = []
-    crates: dict[tuple[Devices, Devices, Words | None], Cargo] = {}
+    latest: dict[tuple[Any, ...], Cargo] = {}
     for parcel in parcels:
-        if not parcel.receivers:
+        if not parcel.target.receivers:
             continue
-        key = parcel.senders, parcel.receivers, parcel.summed
-        crate = crates.get(key)
-        if not is_small(max(parcel.sizes), buckets):
-            cargoes.append(Cargo(buckets, ranks, [parcel], is_crate=False))
-        elif crate is not None and crate.has_room_for(parcel):
-            crate.parcels.append(parcel)
+        crated = _crated(parcel, buckets)
+        ends = [None if in_crate else end for end, in_crate in zip((parcel.source, parcel.target), crated, strict=True)]
+        words = None if all(crated) else parcel.words
+        key = (parcel.senders, parcel.target.receivers, parcel.summed, *ends, words)
+        cargo = latest.get(key)
+        if cargo is not None and cargo.has_room_for(parcel):
+            cargo.parcels.append(parcel)
         else:
-            crates[key] = Cargo(buckets, ranks, [parcel], is_crate=True)
-            cargoes.append(crates[key])
+            latest[key] = Cargo(buckets, ranks, [parcel], crated)
+            cargoes.append(latest[key])
     return cargoes
+
+
+def _crated(parcel: Parcel, buckets: Buckets) -> tuple[bool, bool]:
+    """Which ends go in crates: small arrays without anything else; of a tensor alone in both arrays, both or none."""
+    if all(parcel.is_alone):
+        both = is_small(max(parcel.sizes), buckets)
+        return both, both
+    source, target = (alone and is_small(n, buckets) for alone, n in zip(parcel.is_alone, parcel.sizes, strict=True))
+    return source, target

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from dynajax.engine.host_view import View, bytes_of, word_of
 from dynajax.engine.places import Places, shards_of
 from dynajax.engine.processes import Processes
-from dynajax.engine.tree import Leaf, located
+from dynajax.engine.transport import Stage
+from dynajax.engine.tree import Held, Leaf, located
 from dynajax.errors import CheckError
-from dynajax.planner import Move, Plan
+from dynajax.planner import Plan
 from dynajax.vps import algebra
 from dynajax.vps.buffer import view
 from dynajax.vps.region import Ints
@@ -38,7 +39,7 @@ def check_replicas(plan: Plan, leaves: Sequence[Leaf], places: Places, processes
     pairs = [pair for pair in zip(plan.moves, leaves, strict=True) if not pair[0].source.partial]
     for move, leaf in pairs:
         region = move.source.region
-        held = [_buffers(source.array, word_of(move.tensor.itemsize), places) for source in leaf.sources]
+        held = [_buffers(shards_of(source.array, places), word_of(move.tensor.itemsize)) for source in leaf.sources]
         array, offset = located(leaf.sources, region.offset)
         boxes = (array.tolist(), move.source.holder, offset, region.stride, region.hi - region.lo)
         hashes.append(_hashes(held, *boxes))
@@ -55,35 +56,48 @@ def check_replicas(plan: Plan, leaves: Sequence[Leaf], places: Places, processes
 
 
 def check_moved(
-    pairs: Sequence[tuple[Move, Leaf]], moved: Sequence[jax.Array], places: Places, processes: Processes
+    stage: Stage, filled: Mapping[Held, Mapping[int, jax.Array]], places: Places, processes: Processes
 ) -> None:
-    """Compare what was copied of tensors that are alone in their arrays with the source, while both are there.
+    """Compare what was copied in a stage with its source, while both are there.
+
+    Args:
+        stage: what was moved.
+        filled: the shards of the targets that are here, by place.
+        places, processes: where, and who takes part.
 
     Raises:
         CheckError: naming the leaf and the device.
     """
     hashes: list[Hashes] = []
-    for (move, leaf), array in zip(pairs, moved, strict=True):
-        c = move.copies
+    for move, leaf in stage:
+        c, added = move.copies, move.copies.added & places.are_here
         goes_on = np.append(c.added[1:], False)
-        word = np.dtype(leaf.array.dtype) if c.added.any() else word_of(move.tensor.itemsize)
-        held = [_buffers(a, word, places) for a in (leaf.array, array)]
-        added = c.added & places.are_here
+        dtype = np.dtype(leaf.sources[0].array.dtype) if c.added.any() else word_of(move.tensor.itemsize)
+        before = [_buffers(shards_of(source.array, places), dtype) for source in leaf.sources]
+        after = [_buffers(filled[target], dtype) for target in leaf.targets]
+        read, passed, into = (
+            located(ends, at)
+            for ends, at in (
+                (leaf.sources, c.source_offset), (leaf.targets, c.source_offset), (leaf.targets, c.target_offset)
+            )
+        )  # fmt: skip
+        array = np.where(c.relayed, len(before) + passed[0], read[0]).tolist()
+        offset = np.where(c.relayed, passed[1], read[1])
         for side in (
-            _hashes(held, c.relayed.tolist(), c.source, c.source_offset, c.source_stride, c.extent, added),
-            _hashes(held, [1] * len(c.target), c.target, c.target_offset, c.target_stride, c.extent),
+            _hashes(before + after, array, c.source, offset, c.source_stride, c.extent, added),
+            _hashes(after, into[0].tolist(), c.target, into[1], c.target_stride, c.extent),
         ):
             hashes.append(np.where(goes_on | (c.added & ~added), np.uint64(0), side))
     told = _told(hashes, processes)
-    for (move, _), sent, came in zip(pairs, told[::2], told[1::2], strict=True):
+    for (move, _), sent, came in zip(stage, told[::2], told[1::2], strict=True):
         for row in np.flatnonzero(sent != came)[:1].tolist():
             device = places.places[int(move.copies.target[row])][0]
             raise CheckError(f"{move.tensor.path}: the bytes that {device} holds are not those of its source")
 
 
-def _buffers(array: Any, word: np.dtype[Any], places: Places) -> dict[int, View]:
-    """What lies in the shards of an array that are here, by place, in elements."""
-    return {n: bytes_of(shard).view(word) for n, shard in shards_of(array, places).items()}
+def _buffers(shards: Mapping[int, jax.Array], dtype: np.dtype[Any]) -> dict[int, View]:
+    """What lies in shards, in elements."""
+    return {n: bytes_of(shard).view(dtype) for n, shard in shards.items()}
 
 
 def _hashes(

@@ -11,11 +11,7 @@ from typing import Self
 import jax
 
 from dynajax.engine import _jax_private as private
-from dynajax.engine.check import check_moved
-from dynajax.engine.places import Places
-from dynajax.engine.processes import Processes
 from dynajax.engine.report import Stopwatch
-from dynajax.engine.shared_memory import SharedMemory
 from dynajax.engine.transport import Transport
 from dynajax.engine.tree import Held, Leaf
 from dynajax.planner import Plan
@@ -24,9 +20,7 @@ from dynajax.planner import Plan
 def execute(
     plan: Plan,
     leaves: Sequence[Leaf],
-    places: Places,
     transport: Transport,
-    processes: Processes,
     watch: Stopwatch,
     *,
     share: bool,
@@ -40,27 +34,18 @@ def execute(
     Args:
         plan: what to do.
         leaves: one for each move of the plan.
-        places: what the plan's numbers mean.
         transport: what carries the bytes.
-        processes: those that take part.
         watch: where the time goes.
         share: whether buffers that stay may be shared with the source, because it is given up now or later.
         check: compare every copied piece with its source.
         snapshot: what an error names to go on from.
     """
-    bundles = transport if isinstance(transport, SharedMemory) else SharedMemory(places, watch)
     moved: dict[int, jax.Array] = {}
     unread = Counter({source: source.tensors for leaf in leaves for source in leaf.sources})
     with _Remains(plan, snapshot) as remains, closing(private.Disowner()) as disowner:
         for stage in plan.stages:
             pairs = [(plan.moves[k], leaves[k]) for k in stage]
-            alone = [(move, leaf) for move, leaf in pairs if leaf.is_alone]
-            arrays = transport.run(alone, share) if alone else []
-            if check:
-                with watch.phase("verify"):
-                    check_moved(alone, arrays, places, processes)
-            made = {leaf.index: array for (_, leaf), array in zip(alone, arrays, strict=True)}
-            made |= bundles.fill([(move, leaf) for move, leaf in pairs if not leaf.is_alone], share, check)
+            made = transport.fill(pairs, share, check)
             moved |= made
             unread.subtract(source for _, leaf in pairs for source in leaf.sources)
             if plan.donate:

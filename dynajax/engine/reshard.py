@@ -88,13 +88,12 @@ def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None
     places = _places(leaves)
     unique, path = _without_repeats(leaves, places)[0], _checked_path(path, places)
     _checked(plan, unique, places, path, safe=False)
-    Processes(places.devices).prepare()
-    transport = _transport(path, places, Stopwatch(), plan.budget, unique)
+    processes = Processes(places.devices)
+    processes.prepare()
+    transport = _transport(path, places, processes, Stopwatch(), plan.budget, unique)
     try:
-        bundles = SharedMemory(places, Stopwatch())
-        for pairs in ([(plan.moves[k], unique[k]) for k in stage] for stage in plan.stages):
-            transport.prepare([(move, leaf) for move, leaf in pairs if leaf.is_alone])
-            bundles.prepare([(move, leaf) for move, leaf in pairs if not leaf.is_alone])
+        for stage in plan.stages:
+            transport.prepare([(plan.moves[k], unique[k]) for k in stage])
     finally:
         transport.close()
 
@@ -194,14 +193,14 @@ def _move(
     snapshot: str | None,
 ) -> dict[int, jax.Array]:
     """Target arrays by leaf index."""
-    transport, share = _transport(path, places, watch, plan.budget, leaves), plan.donate or safe
+    transport, share = _transport(path, places, processes, watch, plan.budget, leaves), plan.donate or safe
     try:
         if check:
             with watch.phase("verify"):
                 check_replicas(plan, leaves, places, processes)
-        moved = execute(plan, leaves, places, transport, processes, watch, share=share, check=check, snapshot=snapshot)
+        moved = execute(plan, leaves, transport, watch, share=share, check=check, snapshot=snapshot)
         if again:
-            moved |= _copies_of(again, moved, places, transport, processes, watch)
+            moved |= _copies_of(again, moved, places, transport, watch)
     finally:
         transport.close()
     if safe:
@@ -268,8 +267,10 @@ def _checked_path(path: Path | None, places: Places) -> Path:
     return path
 
 
-def _transport(path: Path, places: Places, watch: Stopwatch, budget: int, leaves: list[Leaf]) -> Transport:
-    return xla.Xla(places, watch, budget, leaves) if path == "xla" else SharedMemory(places, watch)
+def _transport(
+    path: Path, places: Places, processes: Processes, watch: Stopwatch, budget: int, leaves: list[Leaf]
+) -> Transport:
+    return xla.Xla(places, processes, watch, budget, leaves) if path == "xla" else SharedMemory(places, watch)
 
 
 def _places(leaves: Iterable[Leaf]) -> Places:
@@ -283,13 +284,6 @@ def _refuse_unusable(leaves: list[Leaf]) -> None:
             raise TargetError(f"{path}: the leaf is a {type(array).__name__} without data; give the array itself")
         if array.is_deleted():
             raise TargetError(f"{path}: the array was deleted or donated; give the state that the last step returned")
-    for leaf in leaves:
-        ends = (*leaf.sources, *leaf.targets)
-        if not leaf.is_alone and not all(end.stored.sharding.is_fully_addressable for end in ends):
-            raise TargetError(
-                f"{leaf.tensor.path}: arrays that store parts of tensors move between devices of one process; store "
-                "the tensor in an array of its own where it is to move between processes"
-            )
     first: dict[int, tuple[Held, bool]] = {}
     for leaf, source in ((x, source) for x in leaves for source in x.sources):
         known, alone = first.setdefault(id(source.array), (source, leaf.is_alone))
@@ -336,10 +330,9 @@ def _copies_of(
     moved: dict[int, jax.Array],
     places: Places,
     transport: Transport,
-    processes: Processes,
     watch: Stopwatch,
 ) -> dict[int, jax.Array]:
     """Arrays of their own for leaves that repeat others, made of the moved first ones."""
     leaves = [Leaf.of(leaf.index, leaf.tensor, moved[known.index], known.target, leaf.target) for leaf, known in again]
     plan = build_plan(*layouts(leaves, places), budget=0, donate=False)
-    return execute(plan, leaves, places, transport, processes, watch, share=False, check=False)
+    return execute(plan, leaves, transport, watch, share=False, check=False)

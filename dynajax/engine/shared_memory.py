@@ -55,22 +55,8 @@ class SharedMemory:
         self._open: dict[Held, _Unfinished] = {}
         self._pool = ThreadPoolExecutor(_THREADS - 1, thread_name_prefix="dynajax-copy")
 
-    def run(self, stage: Stage, share: bool) -> list[jax.Array]:
-        """See ``Transport.run``."""
-        made = self.fill(stage, share)
-        return [made[leaf.index] for _, leaf in stage]
-
-    def fill(self, stage: Stage, share: bool, check: bool = False) -> dict[int, jax.Array]:
-        """Fill the arrays that a stage fills, and return those that are whole now, by their place in the tree.
-
-        Args:
-            stage: tensors to move, in arrays of their own or not.
-            share: see ``Transport.run``.
-            check: compare every copied box with its source.
-
-        Raises:
-            CheckError: ``check`` found bytes that differ.
-        """
+    def fill(self, stage: Stage, share: bool, check: bool) -> dict[int, jax.Array]:
+        """See ``Transport.fill``."""
         with self._watch.phase("group"):
             recipe = self._recipes.of(stage)
         self._compile(recipe)

@@ -24,18 +24,24 @@ class Transport(Protocol):
     name: str
     overhead: int
 
-    def run(self, stage: Stage, share: bool) -> list[jax.Array]:
-        """The target arrays of a stage; source arrays stay as they are.
+    def fill(self, stage: Stage, share: bool, check: bool) -> dict[int, jax.Array]:
+        """Fill the arrays that a stage fills, and return those that are whole now, by their place in the tree.
+
+        Source arrays stay as they are.
 
         Args:
-            stage: what to move.
+            stage: tensors to move, in arrays of their own or not.
             share: True if the buffers that stay may be shared with the source (which is then given up); False if
                 the target needs buffers, or aliases, of its own.
+            check: compare every copied box with its source.
+
+        Raises:
+            CheckError: ``check`` found bytes that differ.
         """
         ...
 
     def prepare(self, stage: Stage) -> None:
-        """Compile what ``run`` will need; leaves may be without data."""
+        """Compile what ``fill`` will need; leaves may be without data."""
         ...
 
     def close(self) -> None:

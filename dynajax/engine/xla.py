@@ -17,15 +17,15 @@ from dynajax.bytesize import format_bytes
 from dynajax.engine import _jax_private as private
 from dynajax.engine import programs
 from dynajax.engine.cargo import Cargo, cargoes_of, is_small
-from dynajax.engine.parcel import Parcel, Ranks
-from dynajax.engine.places import Places
-from dynajax.engine.processes import waiting
+from dynajax.engine.check import check_moved
+from dynajax.engine.parcel import Arrival, Parcel, Ranks, element_words, pairs_of
+from dynajax.engine.places import Places, shards_of
+from dynajax.engine.processes import Processes, waiting
 from dynajax.engine.programs import Buckets, Devices
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.transport import Stage
-from dynajax.engine.tree import Leaf
-from dynajax.engine.waves import PASSED_ON, Wave
-from dynajax.engine.words import Words, is_packed
+from dynajax.engine.tree import Held, Leaf
+from dynajax.engine.waves import Wave
 from dynajax.errors import BudgetError
 
 _AREAS = 8
@@ -65,7 +65,7 @@ def overhead(budget: int, devices: int, leaves: Iterable[Leaf] = ()) -> int:
         BudgetError: the budget has no room for that; names one that has.
     """
     buckets = buckets_within(budget, devices)
-    copied = max((_copied(leaf, buckets) for leaf in leaves if leaf.is_alone), default=0)
+    copied = max((_copied(leaf, target, buckets) for leaf in leaves for target in leaf.targets), default=0)
     least = _AREAS * 4 * buckets.total + copied
     if least > budget:
         raise BudgetError(
@@ -75,13 +75,12 @@ def overhead(budget: int, devices: int, leaves: Iterable[Leaf] = ()) -> int:
     return least
 
 
-def _copied(leaf: Leaf, buckets: Buckets) -> int:
+def _copied(leaf: Leaf, target: Held, buckets: Buckets) -> int:
     """Bytes of a target shard that is copied once more, 0 if it is not."""
-    dtype, _ = private.physical_element(leaf.array.dtype)
-    words = Words(dtype)
-    elements = math.prod(leaf.target.sharding.shard_shape(leaf.target.array_shape))
-    carried = not is_packed(dtype) and words.carrier != words
-    return elements * dtype.itemsize if carried and not is_small(words.count(elements), buckets) else 0
+    dtype, inner = private.physical_element(leaf.sources[0].array.dtype)
+    words, elements = element_words(dtype), target.room * math.prod(inner)
+    crated = leaf.is_alone and is_small(words.count(elements), buckets)
+    return 0 if crated or words.carrier == words else elements * dtype.itemsize
 
 
 class Xla:
@@ -89,6 +88,7 @@ class Xla:
 
     Args:
         places: what the plan's numbers mean.
+        processes: those that take part.
         watch: where the time goes.
         budget: bytes that a device may hold above its base.
         leaves: what is moved.
@@ -96,8 +96,10 @@ class Xla:
 
     name = "xla"
 
-    def __init__(self, places: Places, watch: Stopwatch, budget: int, leaves: Iterable[Leaf]) -> None:
-        self._places, self._watch = places, watch
+    def __init__(
+        self, places: Places, processes: Processes, watch: Stopwatch, budget: int, leaves: Iterable[Leaf]
+    ) -> None:
+        self._places, self._processes, self._watch = places, processes, watch
         self._devices: Devices = places.devices
         number = {d: k for k, d in enumerate(self._devices)}
         self._here = programs.of_this_process(self._devices)
@@ -105,32 +107,45 @@ class Xla:
         of_place = np.asarray([number[d] for d, _ in places.places], np.int64)
         self._ranks = Ranks(of_place, len(self._devices), here)
         self._buckets = buckets_within(budget, len(self._devices))
+        self._open: dict[Held, Arrival] = {}
         self._area: dict[jax.Device, jax.Array] = {}
         self.overhead = overhead(budget, len(self._devices), leaves)
 
-    def run(self, stage: Stage, share: bool) -> list[jax.Array]:
-        """See ``Transport.run``."""
+    def fill(self, stage: Stage, share: bool, check: bool) -> dict[int, jax.Array]:
+        """See ``Transport.fill``."""
         with self._watch.phase("group"):
-            parcels, cargoes = self._cargoes(stage)
+            cargoes = self._cargoes(stage)
         with self._watch.compiling(programs.compiled_so_far):
             self._compile(cargoes)
         for cargo in cargoes:
-            self._carry(cargo)
+            if cargo.crated[1]:
+                self._carry([cargo])
+        # Arrays are filled turn by turn, since what is added or passed on may have come from several others.
+        self._carry([cargo for cargo in cargoes if not cargo.crated[1]])
+        if check:
+            with self._watch.phase("verify"):
+                filled = {held: self._open[held].shards() for _, leaf in stage for held in leaf.targets}
+                check_moved(stage, filled, self._places, self._processes)
         with self._watch.phase("unpack"):
-            _keep(parcels, share)
-            return jax.block_until_ready([p.array() for p in parcels])
+            return self._finished(stage, share)
 
     def prepare(self, stage: Stage) -> None:
         """See ``Transport.prepare``."""
-        self._compile(self._cargoes(stage)[1])
+        self._compile(self._cargoes(stage))
 
     def close(self) -> None:
         """See ``Transport.close``."""
-        self._area = {}
+        self._area, self._open = {}, {}
 
-    def _cargoes(self, stage: Stage) -> tuple[list[Parcel], list[Cargo]]:
-        parcels = [Parcel(move, leaf, self._places, self._buckets.words) for move, leaf in stage]
-        return parcels, cargoes_of(parcels, self._buckets, self._ranks)
+    def _cargoes(self, stage: Stage) -> list[Cargo]:
+        parcels: list[Parcel] = []
+        for move, leaf in stage:
+            for held in leaf.targets:
+                if held not in self._open:
+                    self._open[held] = Arrival(held, leaf.sources[0].array, set(move.kept.tolist()), self._places)
+            pairs = pairs_of(move, leaf, [self._open[held] for held in leaf.targets])
+            parcels += (Parcel(leaf, pair, self._places, self._buckets.words) for pair in pairs)
+        return cargoes_of(parcels, self._buckets, self._ranks)
 
     def _compile(self, cargoes: Sequence[Cargo]) -> None:
         if cargoes:
@@ -139,21 +154,42 @@ class Xla:
         for cargo in cargoes:
             cargo.compile()
 
-    def _carry(self, cargo: Cargo) -> None:
-        """Fill the target shards of a cargo."""
-        with self._watch.phase("pack"):
-            source = cargo.load()
+    def _carry(self, cargoes: Sequence[Cargo]) -> None:
+        """Fill target shards with cargoes, which go together turn by turn."""
         with self._watch.phase("unpack"):
-            target = programs.zeros(cargo.receivers, cargo.target.shape, cargo.target.words.dtype)()
-        for turn, wave in cargo.waves():
-            with self._watch.phase("pack"):
-                self._pack(cargo, turn, wave, target if turn == PASSED_ON else source)
-            with self._watch.phase("move"):
-                self._exchange(wave)
-            with self._watch.phase("unpack"):
-                target = self._unpack(cargo, turn, wave, target)
+            for cargo in cargoes:
+                cargo.begin()
+        for turn in sorted({turn for cargo in cargoes for turn in cargo.turns}):
+            for cargo in (cargo for cargo in cargoes if turn in cargo.turns):
+                with self._watch.phase("pack"):
+                    source = cargo.load(turn)
+                for wave in cargo.waves(turn):
+                    with self._watch.phase("pack"):
+                        self._pack(cargo, turn, wave, source())
+                    with self._watch.phase("move"):
+                        self._exchange(wave)
+                    with self._watch.phase("unpack"):
+                        self._unpack(cargo, turn, wave)
         with self._watch.phase("unpack"):
-            cargo.unload(target)
+            for cargo in cargoes:
+                cargo.unload()
+
+    def _finished(self, stage: Stage, share: bool) -> dict[int, jax.Array]:
+        """The target arrays that are whole, by their place in the tree."""
+        whole: list[Arrival] = []
+        for move, leaf in stage:
+            for arrival in (self._open[held] for held in leaf.targets):
+                arrival.missing -= 1
+                if not arrival.missing:
+                    arrival.finish()
+                    whole.append(self._open.pop(arrival.held))
+            if len(move.kept):
+                pieces = shards_of(leaf.sources[0].array, self._places)
+                whole[-1].made |= _kept({n: pieces[n] for n in move.kept.tolist() if n in pieces}, share)
+        return {
+            arrival.held.index: array
+            for arrival, array in zip(whole, jax.block_until_ready([a.array() for a in whole]), strict=True)
+        }
 
     def _pack(self, cargo: Cargo, turn: int, wave: Wave, buffer: jax.Array) -> None:
         senders, program = cargo.packing(turn)
@@ -167,9 +203,9 @@ class Xla:
             with waiting():
                 self._fill(jax.block_until_ready(program(self._over(self._devices), *told)))
 
-    def _unpack(self, cargo: Cargo, turn: int, wave: Wave, target: jax.Array) -> jax.Array:
+    def _unpack(self, cargo: Cargo, turn: int, wave: Wave) -> None:
         grains = self._rows(cargo.receivers, wave.target)
-        return jax.block_until_ready(cargo.unpacking(turn)(target, self._over(cargo.receivers), grains))
+        cargo.into = jax.block_until_ready(cargo.unpacking(turn)(cargo.into, self._over(cargo.receivers), grains))
 
     def _rows(self, devices: Devices, table: np.ndarray) -> jax.Array:
         return programs.place(devices, table, self._here)
@@ -186,11 +222,9 @@ class Xla:
         self._area |= programs.gathered(area)
 
 
-def _keep(parcels: Sequence[Parcel], share: bool) -> None:
-    """Put the buffers that stay, or copies of them, beside those that were made."""
-    kept = [(parcel, number, piece) for parcel in parcels for number, piece in parcel.staying().items()]
-    pieces = [piece for _, _, piece in kept]
-    if pieces and not share:
-        pieces = jax.device_put(pieces, [piece.sharding for piece in pieces], may_alias=False)
-    for (parcel, number, _), piece in zip(kept, pieces, strict=True):
-        parcel.made[number] = piece
+def _kept(pieces: dict[int, jax.Array], share: bool) -> dict[int, jax.Array]:
+    """The buffers that stay, or copies of them."""
+    if share or not pieces:
+        return pieces
+    stay = list(pieces.values())
+    return dict(zip(pieces, jax.device_put(stay, [piece.sharding for piece in stay], may_alias=False), strict=True))

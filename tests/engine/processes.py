@@ -244,7 +244,7 @@ def one_exchange_program() -> None:
 def peak_of_live_buffers() -> None:
     """What lives on this process's devices while the engine works, at its fullest moments."""
     want = {str(k): np.full((48, 48), k, np.float32) for k in range(40)}
-    originals = {name: getattr(xla.Xla, name) for name in ("run", "_pack", "_unpack")}
+    originals = {name: getattr(xla.Xla, name) for name in ("fill", "_pack", "_unpack")}
     for donate in (True, False):
         gc.collect()
         other = live_bytes()

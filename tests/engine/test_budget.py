@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import dynajax as dj
 from dynajax.engine import _jax_private as private
-from dynajax.engine import execute, programs, shared_memory, xla
+from dynajax.engine import programs, shared_memory, xla
 from dynajax.engine.reshard import Path
 from dynajax.engine.shared_memory import SharedMemory
 from dynajax.engine.waves import words_and_grain
@@ -49,7 +49,7 @@ MOVES = {
 
 def _watch_live_bytes(patch: pytest.MonkeyPatch, look: Callable[[], None]) -> None:
     """Look at the fullest moments: sources not yet given up, targets made, buckets and crates full."""
-    for cls, name in [(SharedMemory, "run"), (xla.Xla, "run"), (xla.Xla, "_pack"), (xla.Xla, "_unpack")]:
+    for cls, name in [(SharedMemory, "fill"), (xla.Xla, "fill"), (xla.Xla, "_pack"), (xla.Xla, "_unpack")]:
         method = getattr(cls, name)
 
         def looked_at(self: Any, *args: Any, method: Any = method) -> Any:
@@ -168,17 +168,17 @@ class _InjectedError(OSError):
 def _fails_at(failing: int, patch: pytest.MonkeyPatch, path: Path) -> None:
     """Make one stage of a move fail when its buffers are made and not yet arrays."""
     cls = xla.Xla if path == "xla" else SharedMemory
-    run, stages = cls.run, itertools.count()
+    fill, stages = cls.fill, itertools.count()
     assemble = private.assemble
 
     def breaks(*args: Any) -> Any:
         raise _InjectedError("injected")
 
-    def counted(self: Any, stage: Any, share: bool) -> Any:
+    def counted(self: Any, *args: Any) -> Any:
         patch.setattr(private, "assemble", breaks if next(stages) == failing else assemble)
-        return run(self, stage, share)
+        return fill(self, *args)
 
-    patch.setattr(cls, "run", counted)
+    patch.setattr(cls, "fill", counted)
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
@@ -241,17 +241,18 @@ def test_a_safe_move_gives_up_the_source_only_when_the_target_is_verified(
     source, target = MOVES["grow"]
     tree = _tree(source)
     checked: list[bool] = []
-    check = execute.check_moved
+    where, name = (xla, "check_moved") if path == "xla" else (SharedMemory, "_compare")
+    check = getattr(where, name)
 
     def looked_at(*args: Any) -> None:
         checked.append(any(x.is_deleted() for x in tree))
         check(*args)
 
-    monkeypatch.setattr(execute, "check_moved", looked_at)
+    monkeypatch.setattr(where, name, looked_at)
     plan = dj.plan_reshard(tree, target, donate=True, commit="safe", path=path)
     assert plan.peak_bytes() == (plan.footprint.source + plan.footprint.target).tolist()
     moved, report = dj.reshard(tree, target, plan=plan, donate=True, commit="safe", path=path)
-    assert checked == [False] * len(plan.stages)
+    assert checked == [False] * len(plan.stages if path == "xla" else tree)
     assert all(x.is_deleted() for x in tree)
     assert report.verify_s > 0
     assert all(np.array_equal(x, np.full((64, 64), k, np.float32)) for k, x in enumerate(moved))
