@@ -23,9 +23,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import dynajax as dj
-from dynajax.engine import Stored, prepare_reshard, xla
+from dynajax.engine import Bundle, Stored, prepare_reshard, xla
 from dynajax.errors import DynajaxError
 from dynajax.meshes import Tier, Topology
+from dynajax.vps import bucket_parts
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from engine.states import assert_same_bits, bytes_not_held, is_key, live_bytes
@@ -189,6 +190,40 @@ def sums() -> None:
             moved, report = dj.reshard(array, target, budget=BUDGET, check=True)
             assert_same_bits(moved, (parts[0] + parts[1]) + parts[2])
             assert report.bytes_moved == report.bytes_lower_bound
+
+
+def buckets() -> None:
+    """Tensors into flat buckets that ignore their borders, on other processes, and back; small types and sums too."""
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        shapes = {"['a']": (12, 8), "['b']": (7,), "['c']": (5, 4, 3)}
+        want = {
+            p[2:-2]: (np.arange(np.prod(s)) + k).reshape(s).astype(dtype) for k, (p, s) in enumerate(shapes.items())
+        }
+        flat = np.zeros(180, dtype)
+        flat[:163] = np.concatenate([x.ravel() for x in want.values()])
+        parts, sizes = bucket_parts(shapes, [96, 84]), (96, 84)
+        goal = [
+            Bundle(on(numbers, P("x")), (n,), p)
+            for numbers, n, p in zip([[1, 2, 0, 4], [5, 3]], sizes, parts, strict=True)
+        ]
+        plain = {"a": on([0, 1], P(None, "x")), "b": on([5, 0], P()), "c": on([2], P())}
+        moved, report = dj.reshard(put(want, plain, absent=True), goal, donate=True, check=True)
+        assert_same_bits(moved, [flat[:96], flat[96:]])
+        assert report.bytes_moved == report.bytes_lower_bound
+        back, _ = dj.reshard(moved, plain, stored=goal, donate=True, commit="safe")
+        assert_same_bits(back, want)
+    mesh = Mesh(np.asarray(jax.devices()).reshape(6, 1), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    whole = NamedSharding(mesh, P(unreduced=frozenset({"x"})))
+    parts = (np.random.default_rng(5).standard_normal((6, 4, 9)) * 9).astype(np.float32)
+    mine = [k for k, d in enumerate(jax.devices()) if d.process_index == jax.process_index()]
+    shards = [jax.device_put(parts[k], jax.devices()[k]) for k in mine]
+    array = jax.make_array_from_single_device_arrays((4, 9), whole, shards)
+    flat = Bundle(on(range(4), P("x")), (40,), bucket_parts({"['g']": (4, 9)}, [40])[0])
+    moved, _ = dj.reshard({"g": array}, [flat])
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    assert_same_bits(moved, [np.pad(total.ravel(), (0, 4))])
 
 
 def repeated_arrays() -> None:
@@ -367,7 +402,7 @@ def absences() -> list[str]:
 
 
 CASES: list[Callable[[], list[str] | None]] = [
-    moves, kept_buffers_stay, padding_and_weak_types, sums, repeated_arrays, nodes, one_exchange_program,
+    moves, kept_buffers_stay, padding_and_weak_types, sums, buckets, repeated_arrays, nodes, one_exchange_program,
     peak_of_live_buffers, random_switches, disagreements, changed_bytes,
 ]  # fmt: skip
 

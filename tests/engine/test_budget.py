@@ -17,12 +17,13 @@ from engine.states import P, live_bytes, mesh
 from jax.sharding import Mesh, NamedSharding
 
 import dynajax as dj
+from dynajax.engine import Bundle, programs, shared_memory, xla
 from dynajax.engine import _jax_private as private
-from dynajax.engine import programs, shared_memory, xla
 from dynajax.engine.reshard import Path
 from dynajax.engine.shared_memory import SharedMemory
 from dynajax.engine.waves import words_and_grain
 from dynajax.errors import BudgetError, TargetError
+from dynajax.vps import bucket_parts
 
 LEAF_BYTES = 64 * 64 * 4
 
@@ -91,6 +92,38 @@ def test_peak_of_live_buffers_is_what_was_planned(
         assert max(extra, 0) == report.peak_extra_bytes == plan.peak_extra_bytes
     if donate:
         assert len(plan.stages) > (name in ("row to column", "grow", "replicate", "permuted"))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_peak_of_live_buffers_between_buckets_and_tensors_is_what_was_planned(
+    dtype: Any, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket stays until its last tensor has gone, and is there from when its first arrives; both ways round."""
+    shapes = {f"['{k:02}']": (16, 96) for k in range(40)}
+    sizes, sharding = [2 * 16 * 96] * 20, _line(slice(0, 4), P("x"))
+    parts = bucket_parts(shapes, sizes)
+    buckets = [Bundle(sharding, (n,), part) for n, part in zip(sizes, parts, strict=True)]
+    rows = {path[2:-2]: _line(slice(2, 6), P("x")) for path in shapes}
+    other = live_bytes()
+    tree = {k: jax.device_put(np.full((16, 96), int(k), dtype), rows[k]) for k in rows}
+    for said, target in ((rows, buckets), (buckets, rows)):
+        before = live_bytes(tree)
+        budget = {"shared memory": "8K", "xla": "32K"}[path]
+        plan = dj.plan_reshard(tree, target, stored=said, budget=budget, donate=True, path=path)
+        assert len(plan.stages) > 1
+        peaks: dict[Any, int] = {}
+
+        def look(peaks: dict[Any, int] = peaks) -> None:
+            for device, n in live_bytes(collect=False).items():
+                peaks[device] = max(peaks.get(device, 0), n - other.get(device, 0))
+
+        with monkeypatch.context() as patch:
+            _watch_live_bytes(patch, look)
+            tree, report = dj.reshard(tree, target, stored=said, plan=plan, path=path)
+        after = live_bytes(tree)
+        extra = max(peak - max(before.get(device, 0), after.get(device, 0)) for device, peak in peaks.items())
+        assert extra <= report.peak_extra_bytes <= plan.budget
+    assert all(np.array_equal(x, np.full((16, 96), int(k), dtype)) for k, x in tree.items())
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8, np.float16])

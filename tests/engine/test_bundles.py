@@ -19,6 +19,7 @@ from dynajax.engine import Bundle, Stored, prepare_reshard, uninitialised
 from dynajax.engine.host_view import bytes_of
 from dynajax.engine.places import Places, layouts
 from dynajax.engine.regroup import read
+from dynajax.engine.reshard import PATHS, Path
 from dynajax.errors import BudgetError, CheckError, TargetError
 from dynajax.meshes import Tier, Topology
 from dynajax.planner import build_plan
@@ -87,14 +88,14 @@ def assert_holds(tree: Any, targets: Any, tensors: dict[str, Numpy]) -> None:
             assert np.asarray(shard.data).tobytes() == want[shard.index].tobytes(), (name, shard.device)
 
 
-def there_and_back(tree: Any, said: Any, targets: Any, tensors: dict[str, Numpy], **options: Any) -> None:
+def there_and_back(tree: Any, said: Any, targets: Any, tensors: dict[str, Numpy], path: Path) -> None:
     """Move to the targets and back to where the tree was."""
     copied = jax.tree.map(jnp.copy, tree)
     jax.block_until_ready(copied)
-    moved, report = dj.reshard(tree, targets, stored=said, donate=True, check=True, **options)
+    moved, report = dj.reshard(tree, targets, stored=said, donate=True, check=True, path=path)
     assert_holds(moved, targets, tensors)
     assert report.bytes_moved == report.bytes_lower_bound == bytes_not_held(copied, moved, tensors)
-    back, report = dj.reshard(moved, said, stored=targets, check=True)
+    back, report = dj.reshard(moved, said, stored=targets, check=True, path=path)
     assert jax.tree.structure(back) == jax.tree.structure(copied)
     assert_holds(back, said, tensors)
     assert report.bytes_moved == report.bytes_lower_bound == bytes_not_held(moved, back, tensors)
@@ -115,19 +116,19 @@ def plain(w: NamedSharding) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8])
-def test_flat_buckets_become_tensors_and_buckets_again(dtype: Any) -> None:
+def test_flat_buckets_become_tensors_and_buckets_again(dtype: Any, path: Path) -> None:
     """182 elements in three padded buckets over 8, 3 and 1 devices that ignore the borders of tensors."""
     tensors = numbered(SHAPES, dtype)
     buckets = flat([64, 102, 20], [on(range(8), P("x")), on([9, 2, 5], P("x")), on([3], P())])
     tree = [placed(b, tensors) for b in buckets]
     if dtype != np.float32:  # elements of small types do not all differ
-        moved, _ = dj.reshard(tree, plain(on([4, 1], P("x"))), stored=buckets, check=True)
+        moved, _ = dj.reshard(tree, plain(on([4, 1], P("x"))), stored=buckets, check=True, path=path)
         assert_holds(moved, plain(on([4, 1], P("x"))), tensors)
         return
     for w in (on(range(8), P("x")), on(range(8), P(None, "x")), on([4, 1], P(None, "x"))):
-        there_and_back([jnp.copy(a) for a in tree], buckets, plain(w), tensors)
+        there_and_back([jnp.copy(a) for a in tree], buckets, plain(w), tensors, path)
     others = flat([90, 100], [on(range(10), P("x")), on(range(5), P("x"))])
-    there_and_back(tree, buckets, others, tensors)
+    there_and_back(tree, buckets, others, tensors, path)
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
@@ -143,13 +144,13 @@ def test_any_buckets_on_any_devices(data: Any) -> None:
         return flat(sizes, shardings)
 
     tensors = numbered(SHAPES)
-    source = drawn("source")
+    source, path = drawn("source"), data.draw(st.sampled_from(PATHS))
     target = drawn("target") if data.draw(st.booleans()) else plain(on([6, 7, 2, 0], P("x")))
-    there_and_back([placed(b, tensors) for b in source], source, target, tensors)
+    there_and_back([placed(b, tensors) for b in source], source, target, tensors, path)
 
 
 @pytest.mark.parametrize("spec", [P(None, "x"), P("x"), P()])
-def test_runs_in_the_rows_of_an_array(spec: Any) -> None:
+def test_runs_in_the_rows_of_an_array(spec: Any, path: Path) -> None:
     """Rows that hold a layer each, padded; an array of some layers names no others and leaves the rest of it alone."""
     tensors = numbered({"['w']": (4, 5, 3)})
     width = 16 if spec == P(None, "x") else 15
@@ -163,14 +164,14 @@ def test_runs_in_the_rows_of_an_array(spec: Any) -> None:
         sharding = on(devices, spec)
         whole = Bundle(sharding, (4, width), rows(0, 4, 4))
         array = placed(whole, tensors)
-        there_and_back([array], [whole], {"w": on(range(4), P("x"))}, tensors)
+        there_and_back([array], [whole], {"w": on(range(4), P("x"))}, tensors, path)
         some = {"['w']": tensors["['w']"][1:3]}
         named = Bundle(sharding, (4, width), rows(1, 2, 4))
-        moved, _ = dj.reshard([placed(whole, tensors)], {"w": on([4], P())}, stored=[named], check=True)
+        moved, _ = dj.reshard([placed(whole, tensors)], {"w": on([4], P())}, stored=[named], check=True, path=path)
         assert_holds(moved, {"w": on([4], P())}, some)
         bad = [Bundle(sharding, (4, width), rows(3, 2, 5))]
         with pytest.raises(TargetError, match="lies outside of the tensor or of the array"):
-            dj.reshard([placed(whole, tensors)], {"w": on([4], P())}, stored=bad)
+            dj.reshard([placed(whole, tensors)], {"w": on([4], P())}, stored=bad, path=path)
 
 
 def test_buckets_that_stay_the_same_move_as_they_are() -> None:
@@ -211,14 +212,14 @@ def test_buckets_are_freed_one_by_one_within_the_budget() -> None:
     assert_holds(moved, target, tensors)
 
 
-def test_layers_one_by_one_are_the_stack() -> None:
+def test_layers_one_by_one_are_the_stack(path: Path) -> None:
     """Unstacked and stacked states are the same region: ten arrays on two meshes, and one on a third."""
     tensors = numbered({"['w']": (10, 4, 8)})
     near, far = on(range(4), P(None, "x")), on(range(8, 12), P("x"))
     parts = [layer_part("['w']", (10, 4, 8), k) for k in range(10)]
     layers = [Bundle(near if k < 6 else far, (4, 8), (part,)) for k, part in enumerate(parts)]
     tree = {"layers": [placed(b, tensors) for b in layers]}
-    there_and_back(tree, {"layers": layers}, {"w": on(range(5), P("x"))}, tensors)
+    there_and_back(tree, {"layers": layers}, {"w": on(range(5), P("x"))}, tensors, path)
     tree = {"layers": [placed(b, tensors) for b in layers]}
     pipeline = Stored(
         on(range(4), P("x")),
@@ -226,14 +227,14 @@ def test_layers_one_by_one_are_the_stack() -> None:
         (10, 4, 8),
         (((0, 0, 3), (3, 3, 3), (6, 6, 2), (9, 8, 2)), ((0, 0, 4),), ((0, 0, 8),)),
     )
-    moved, _ = dj.reshard(tree, {"w": pipeline}, stored={"layers": layers}, check=True)
+    moved, _ = dj.reshard(tree, {"w": pipeline}, stored={"layers": layers}, check=True, path=path)
     want = np.zeros((12, 4, 8), np.float32)
     for at, first, length in pipeline.pieces[0]:
         want[at : at + length] = tensors["['w']"][first : first + length]
     assert np.array_equal(moved["w"], want)
 
 
-def test_a_mixed_present_becomes_one_target() -> None:
+def test_a_mixed_present_becomes_one_target(path: Path) -> None:
     """Five layers of a stack are on a cp mesh, five on a tp mesh, the head on a third: tp2.cp4 takes them all."""
     shapes = {"['head']": (8, 4), "['stack']": (10, 8, 4)}
     tensors = numbered(shapes)
@@ -253,10 +254,10 @@ def test_a_mixed_present_becomes_one_target() -> None:
     }
     target = dj.Strategy.parse("tp2.cp4").mesh(jax.devices()[4:12])
     goal = {"stack": NamedSharding(target, P(None, None, "tp")), "head": NamedSharding(target, P("tp"))}
-    there_and_back(tree, said, goal, tensors)
+    there_and_back(tree, said, goal, tensors, path)
 
 
-def test_the_example_of_sixteen_devices_to_eight() -> None:
+def test_the_example_of_sixteen_devices_to_eight(path: Path) -> None:
     """cp2.tp4.pp2 to tp2.cp4: layers by pipeline stage on meshes of their own, to one stack."""
     tensors = numbered({"['w']": (6, 8, 12)})
     devices = np.asarray(jax.devices())
@@ -267,7 +268,7 @@ def test_the_example_of_sixteen_devices_to_eight() -> None:
         for k, m in enumerate(stages)
     ]
     target = NamedSharding(dj.Strategy.parse("tp2.cp4").mesh(list(devices[:8])), P(None, None, "tp"))
-    there_and_back([placed(b, tensors) for b in said], said, {"w": target}, tensors)
+    there_and_back([placed(b, tensors) for b in said], said, {"w": target}, tensors, path)
 
 
 def test_whole_leaves_on_different_meshes() -> None:
@@ -282,7 +283,7 @@ def test_whole_leaves_on_different_meshes() -> None:
     assert all(np.array_equal(moved[n], np.arange(64.0).reshape(8, 8) + k) for k, n in enumerate(names))
 
 
-def test_copies_on_two_meshes_serve_whoever_is_near() -> None:
+def test_copies_on_two_meshes_serve_whoever_is_near(path: Path) -> None:
     """A tensor that two pipelines hold, each in its way, is read from whichever a device has; one copy is made."""
     tensors = numbered({"['w']": (8, 8)})
     copies = [
@@ -290,15 +291,18 @@ def test_copies_on_two_meshes_serve_whoever_is_near() -> None:
         Bundle(on([3, 4, 5], P()), (8, 8), (Block.whole("['w']", (8, 8)),)),
     ]
     tree = [placed(b, tensors) for b in copies]
-    moved, report = dj.reshard(tree, {"w": on([0, 1, 2, 3, 4, 5, 6, 7], P("x"))}, stored=copies, check=True)
+    moved, report = dj.reshard(tree, {"w": on([0, 1, 2, 3, 4, 5, 6, 7], P("x"))}, stored=copies, check=True, path=path)
     assert np.array_equal(moved["w"], tensors["['w']"])
     assert report.bytes_moved == report.bytes_lower_bound == bytes_not_held(tree, moved, tensors) == 4 * 8 * 4
     again, report = dj.reshard(
-        moved, [*copies[:1], Bundle(on([4, 5], P()), (8, 8), copies[1].parts)], stored={"w": moved["w"].sharding}
+        moved,
+        [*copies[:1], Bundle(on([4, 5], P()), (8, 8), copies[1].parts)],
+        stored={"w": moved["w"].sharding},
+        path=path,
     )
     assert all(np.array_equal(a, tensors["['w']"]) for a in again)
     with pytest.raises(TargetError, match="holds one element twice"):
-        dj.reshard(moved, copies, stored={"w": moved["w"].sharding})
+        dj.reshard(moved, copies, stored={"w": moved["w"].sharding}, path=path)
 
 
 QKV = {"['q']": (16, 6), "['k']": (4, 6), "['v']": (4, 6)}
@@ -308,37 +312,40 @@ def fused(ranks: int, devices: Any) -> Bundle:
     return Bundle(on(devices, P("x")), (24, 6), fused_parts(QKV, ranks))
 
 
-def test_fused_attention_changes_its_tp_degree_and_comes_apart() -> None:
+def test_fused_attention_changes_its_tp_degree_and_comes_apart(path: Path) -> None:
     """Rank r of tp4 holds [q_r|k_r|v_r]; of tp2, the same in halves; apart, q, k and v are arrays of their own."""
     tensors = numbered(QKV)
     four, two = fused(4, range(4)), fused(2, [6, 1])
     first = np.asarray(placed(four, tensors).addressable_shards[1].data)
     assert np.array_equal(first, np.concatenate([tensors["['q']"][4:8], tensors["['k']"][1:2], tensors["['v']"][1:2]]))
-    there_and_back({"qkv": placed(four, tensors)}, {"qkv": four}, {"qkv": two}, tensors)
+    there_and_back({"qkv": placed(four, tensors)}, {"qkv": four}, {"qkv": two}, tensors, path)
     apart = {"q": on(range(8), P("x")), "k": on(range(4), P("x")), "v": on([4, 2], P(None, "x"))}
-    there_and_back({"qkv": placed(two, tensors)}, {"qkv": two}, apart, tensors)
+    there_and_back({"qkv": placed(two, tensors)}, {"qkv": two}, apart, tensors, path)
 
 
-def test_fused_gate_and_up_along_columns_of_a_stack() -> None:
+def test_fused_gate_and_up_along_columns_of_a_stack(path: Path) -> None:
     shapes = {"['gate']": (3, 4, 8), "['up']": (3, 4, 8)}
     tensors = numbered(shapes)
     columns, side = (
         P(None, None, "x"),
         [Bundle(on(range(n), P(None, None, "x")), (3, 4, 16), fused_parts(shapes, n, 2)) for n in (8, 2)],
     )
-    there_and_back([placed(side[0], tensors)], side[:1], side[1:], tensors)
+    there_and_back([placed(side[0], tensors)], side[:1], side[1:], tensors, path)
     there_and_back(
-        [placed(side[1], tensors)], side[1:], {"gate": on([5, 3], columns), "up": on(range(4), columns)}, tensors
+        [placed(side[1], tensors)], side[1:], {"gate": on([5, 3], columns), "up": on(range(4), columns)}, tensors, path
     )
 
 
-def test_other_leaves_keep_their_places_and_keys_move() -> None:
+def test_other_leaves_keep_their_places_and_keys_move(path: Path) -> None:
     keys = jax.random.split(jax.random.key(3), 6)
     whole = jax.device_put(keys, on([0, 1, 2], P("x")))
     said = {"keys": Bundle(whole.sharding, (6,), (slice_part("['keys']", (6,), 0, 6),)), "n": None}
     halves = [Bundle(on([k], P()), (3,), (slice_part("['keys']", (6,), 3 * k, 3 * k + 3),)) for k in (0, 1)]
     moved, _ = dj.reshard(
-        {"keys": whole, "n": 7}, {"halves": halves, "n": 7}, stored={"keys": said["keys"], "n": whole.sharding}
+        {"keys": whole, "n": 7},
+        {"halves": halves, "n": 7},
+        stored={"keys": said["keys"], "n": whole.sharding},
+        path=path,
     )
     assert moved["n"] == 7
     got = np.concatenate([jax.random.key_data(h) for h in moved["halves"]])
@@ -368,40 +375,40 @@ def test_what_does_not_meet_is_refused_by_name() -> None:
         dj.reshard([tree["half"]] * 2, {"w": sharding}, stored=halves, donate=True)
 
 
-def test_replicas_in_different_arrays_are_compared_when_asked() -> None:
+def test_replicas_in_different_arrays_are_compared_when_asked(path: Path) -> None:
     part = (Block.whole("['w']", (4,)),)
     said = [Bundle(on([k], P()), (4,), part) for k in range(2)]
     tree = [jax.device_put(np.full(4, 1.0 + k, np.float32), b.sharding) for k, b in enumerate(said)]
     with pytest.raises(CheckError, match=r"\['w'\].*replicas differ"):
-        dj.reshard(tree, {"w": on([5], P())}, stored=said, check=True)
+        dj.reshard(tree, {"w": on([5], P())}, stored=said, check=True, path=path)
 
 
-def test_a_plan_needs_shapes_only_and_fits_the_move() -> None:
+def test_a_plan_needs_shapes_only_and_fits_the_move(path: Path) -> None:
     tensors = numbered(SHAPES)
     buckets = flat([100, 84], [on(range(4), P("x")), on([7], P())])
     tree = [placed(b, tensors) for b in buckets]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in tree]
     target = plain(on(range(8), P("x")))
-    plan = dj.plan_reshard(shapes, target, stored=buckets)
+    plan = dj.plan_reshard(shapes, target, stored=buckets, path=path)
     plan.verify()
-    prepare_reshard(shapes, target, plan=plan, stored=buckets)
-    moved, _ = dj.reshard(tree, target, plan=plan, stored=buckets)
+    prepare_reshard(shapes, target, plan=plan, stored=buckets, path=path)
+    moved, _ = dj.reshard(tree, target, plan=plan, stored=buckets, path=path)
     assert_holds(moved, target, tensors)
     other = flat([84, 100], [on([7], P()), on(range(4), P("x"))])
     with pytest.raises(TargetError, match="another state"):
-        dj.reshard([placed(b, tensors) for b in other], target, plan=plan, stored=other)
+        dj.reshard([placed(b, tensors) for b in other], target, plan=plan, stored=other, path=path)
 
 
-def test_large_targets_can_be_donated_and_preparing_compiles_them() -> None:
+def test_large_targets_can_be_donated_and_preparing_compiles_them(path: Path) -> None:
     """Two flat buckets of 640 KB become three matrices that the next step reuses in place."""
     shapes = {f"['{k}']": (256, 400) for k in range(3)}
     tensors = numbered(shapes)
     buckets = flat([160_000, 160_000], [on(range(4), P("x"))] * 2, shapes)
     target = {str(k): on(range(8), P("x")) for k in range(3)}
     tree = [placed(b, tensors) for b in buckets]
-    plan = dj.plan_reshard(tree, target, stored=buckets, donate=True)
-    prepare_reshard(tree, target, plan=plan, stored=buckets)
-    moved, report = dj.reshard(tree, target, stored=buckets, plan=plan, check=True)
+    plan = dj.plan_reshard(tree, target, stored=buckets, donate=True, path=path)
+    prepare_reshard(tree, target, plan=plan, stored=buckets, path=path)
+    moved, report = dj.reshard(tree, target, stored=buckets, plan=plan, check=True, path=path)
     assert report.compile_s == 0
     pointers = {name: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for name, x in moved.items()}
     step = jax.jit(lambda t: jax.tree.map(lambda a: a + 1, t), donate_argnums=0)
@@ -411,7 +418,7 @@ def test_large_targets_can_be_donated_and_preparing_compiles_them() -> None:
         assert [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] == pointers[name]
 
 
-def test_what_a_plan_for_nodes_relays_is_passed_on() -> None:
+def test_what_a_plan_for_nodes_relays_is_passed_on(path: Path) -> None:
     """Nodes of two devices: a node gets each byte once, and its devices pass it on to each other."""
     tensors = numbered(SHAPES)
     buckets = flat([100, 84], [on([0, 1], P("x")), on([1], P())])
@@ -424,7 +431,7 @@ def test_what_a_plan_for_nodes_relays_is_passed_on() -> None:
     plan = build_plan(*layouts(leaves, places), 10**6, topology=topology)
     assert any(move.copies.relayed.any() for move in plan.moves)
     plan.verify()
-    moved, _ = dj.reshard(tree, target, stored=buckets, plan=plan, check=True)
+    moved, _ = dj.reshard(tree, target, stored=buckets, plan=plan, check=True, path=path)
     assert_holds(moved, target, tensors)
 
 
