@@ -84,11 +84,10 @@ class Repeat:
         transport = (
             SharedMemory(self._places, watch, self._recipes)
             if on_cpu
-            else Xla(self._places, watch, self.plan.budget, leaves)
+            else Xla(self._places, Processes(self._places.devices), watch, self.plan.budget, leaves)
         )
-        processes = Processes(self._places.devices)
         try:
-            moved = execute(self.plan, leaves, self._places, transport, processes, watch, share=False, check=False)
+            moved = execute(self.plan, leaves, transport, watch, share=False, check=False)
         finally:
             transport.close()
         report = watch.report(
