@@ -1,11 +1,14 @@
 """Tokens per second on documents of very unlike lengths: four ways to share them out, side by side in one run.
 
-    python benchmarks/throughput.py [--steps 6] [--json]
+    python benchmarks/throughput.py [--steps 6] [--pipelines dp1,tp2,tp4] [--plans-only] [--json]
 
+The setting is the published one of Hydraulis (32B, 64 devices, 200K tokens a step, contexts of 32K) in small: lengths
+and tokens over 32, devices over 4. So 6,250 tokens a step, documents up to 1,024, and 16 emulated devices that hold 256
+tokens of a row each: as there, a device (there tp4) holds a quarter of the longest document, which needs tp4 (there
+tp16). Pipelines are cut along tp, as there; ``--pipelines dp1,tp2,tp4,cp4`` allows another, cheaper for long documents.
 Documents: of every file of Python's standard library the first part of 128, so that lengths have the distribution of
-the files' lengths, and those over 1,024 bytes are split. Eight emulated devices, each holding 256 tokens of a row, so
-that the longest documents need four of them. Every method trains the same model on the same documents, step by step in
-turn; after each step all must have the same loss.
+the files' lengths, and those over 1,024 bytes are split. Every method trains the same model on the same documents, step
+by step in turn; after each step all must have the same loss.
 
 - padding: one document a row, each row as long as the longest document may be; rows in turn to copies of one pipeline.
 - fixed: packed first-fit to that length, in turn. The baseline: ratios are (tokens per second) / (those of fixed).
@@ -14,12 +17,12 @@ turn; after each step all must have the same loss.
 
 The pipeline of the first three is the one with which fixed takes least by simulation.
 
-``wall`` is the clock. Eight devices on few cores take as long as their work together, however it is shared out, so the
-clock shows less work and not less waiting. ``simulated`` shows both: the ends of the very plans that ran, priced with a
+``wall`` is the clock. The devices on few cores take as long as their work together, however it is shared out, so the
+clock shows less work and not less waiting. ``simulated`` shows both: the ends of the very plans that run, priced with a
 profile measured here at the start. It takes a pipeline's processor seconds over its devices, as if each had a core of
-its own and never waited for another. That flatters large pipelines, and so the baseline. It charges a row for the pairs
-of tokens within its documents alone, though attention in rows this short computes the others too, and masks them. Pull,
-push and update are not in it.
+its own and never waited for another. That flatters large pipelines, and so the baseline. Pull, push and update are not
+in it. ``work`` is what the devices are busy by simulation, over that of fixed: a gain is less waiting times less work.
+``--plans-only`` makes the plans and runs none of them, which compiles less and affords more steps.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,7 +47,7 @@ from figures import Row, machine, row, show
 
 from dynajax.balance import IterationPlan, MicroBatch, PipelineCost, PipelineFill, Planner, Profile, short_text
 from dynajax.balance.baselines import first_fit
-from dynajax.balance.fit import measure_profile
+from dynajax.balance.fit import measure_profile, rows_to_measure
 from dynajax.balance.simulate import published_ms, simulated_ms
 from dynajax.data import DocumentSteps, MemoryDocuments, Segment, stdlib_documents
 from dynajax.meshes import Pipeline, Placement, Strategy
@@ -58,12 +62,12 @@ from dynajax.train.job import DEFAULT_OPTIONS
 from dynajax.train.state import TrainState
 from dynajax.train.trainer import step_report
 
-DEVICES = 8
-LONGEST, DEVICE_TOKENS, TOKENS = 1_024, 256, 4_096
+DEVICES = 16
+LONGEST, DEVICE_TOKENS, TOKENS = 1_024, 256, 6_250
 MEASURED = (64, 128, 256, 512, 1_024)
 SHARE = 128  # of a file's bytes, one part is read
 SEGMENTS = 256  # more than a row ever has
-PIPELINES = ("dp1", "tp2", "tp4", "cp4")
+PIPELINES = "dp1,tp2,tp4"
 MODEL = LlamaConfig(layers=2, hidden=64, ffn=192, heads=4, kv_heads=4, head_dim=16, vocab=256)
 METHODS = ("padding", "fixed", "balanced", "auto")
 Pack = Callable[[Sequence[int]], list[list[int]]]
@@ -75,36 +79,39 @@ def documents() -> DocumentSteps:
     return DocumentSteps(MemoryDocuments(texts), token_budget=TOKENS, longest=LONGEST)
 
 
-def measured_profile(devices: Sequence[jax.Device]) -> Profile:
-    """Coefficients of each kind of pipeline on this machine; compiles and runs its programs."""
+def measured_profile(devices: Sequence[jax.Device], pipelines: str) -> Profile:
+    """Coefficients of each kind of pipeline on this machine; compiles and runs its programs.
+
+    Repeats go round all rows of all pipelines, so that whatever else the machine does hits all alike.
+    """
     params, mesh = init(MODEL, jax.random.key(0)), flat_mesh(devices)
     cut = jax.tree.map(lambda bundle: bundle.sharding, flat_layout(params, mesh))
     flat = jax.jit(lambda p: flatten(p, len(devices)), out_shardings=cut)(params)
-    runners: dict[Pipeline, tuple[PipelineRunner, list[Any]]] = {}
+    timed: dict[tuple[Pipeline, tuple[int, ...]], Callable[[], float]] = {}
+    for kind in (Strategy.parse(text).pipelines[0] for text in pipelines.split(",")):
+        placed = Placement(Strategy((kind,)), tuple(range(kind.num_devices)))
+        rows = [n for n in MEASURED if n <= room(kind)]
+        runner = PipelineRunner.of(Propagation(MODEL, placed.strategy), placed.mesh(devices), mesh, rows, SEGMENTS)
+        pulled = [runner.pull(flat, k)[0] for k in range(len(runner.sections))]
+        for sizes in (sizes for n in rows for sizes in rows_to_measure(n)):
+            timed[kind, sizes] = partial(processor_ms, runner, pulled, sizes)
+    rounds = [{key: once() for key, once in timed.items()} for _ in range(8)][1:]
 
-    def measure(pipeline: Pipeline, sizes: Sequence[int]) -> float:
-        if pipeline not in runners:
-            placed = Placement(Strategy((pipeline,)), tuple(range(pipeline.num_devices)))
-            run = Propagation(MODEL, placed.strategy)
-            rows = [n for n in MEASURED if n <= room(pipeline)]
-            runner = PipelineRunner.of(run, placed.mesh(devices), mesh, rows, SEGMENTS)
-            runners[pipeline] = runner, [runner.pull(flat, k)[0] for k in range(len(runner.sections))]
-        runner, pulled = runners[pipeline]
-        row = [Segment(0, 0, size, np.zeros(size + 1, np.uint8)) for size in sizes]
+    def measure(pipeline: Pipeline, sizes: tuple[int, ...]) -> float:
+        return statistics.median(times[pipeline, sizes] for times in rounds) / pipeline.num_devices
 
-        def once() -> float:
-            start = time.process_time()
-            passes = runner.begin([(sum(sizes), row)] * 4, 1.0)
-            for section in pulled:
-                passes.run(section)
-            jax.block_until_ready(passes.sums)
-            return (time.process_time() - start) * 1e3 / 4 / pipeline.num_devices
+    return measure_profile("this machine", machine(), [*dict.fromkeys(k for k, _ in timed)], MEASURED, measure, room)
 
-        once()
-        return statistics.median(once() for _ in range(5))
 
-    kinds = [Strategy.parse(text).pipelines[0] for text in PIPELINES]
-    return measure_profile("this machine", machine(), kinds, MEASURED, measure, room)
+def processor_ms(runner: PipelineRunner, pulled: Sequence[Any], sizes: Sequence[int]) -> float:
+    """Processor time of a row, the mean of four that follow one another."""
+    row = [Segment(0, 0, size, np.zeros(size + 1, np.uint8)) for size in sizes]
+    start = time.process_time()
+    passes = runner.begin([(sum(sizes), row)] * 4, 1.0)
+    for section in pulled:
+        passes.run(section)
+    jax.block_until_ready(passes.sums)
+    return (time.process_time() - start) * 1e3 / 4
 
 
 def room(pipeline: Pipeline) -> int:
@@ -160,40 +167,43 @@ class InTurnJob(DocumentJob):
 
 
 class Run:
-    """One method: its job, compiled, and its state."""
+    """One method: its job, its plans, and its state once it is compiled."""
 
     def __init__(self, name: str, job: DocumentJob, strategy: str) -> None:
-        self.name, self.place = name, job.place(strategy)
+        self.name, self.job, self.place = name, job, job.place(strategy)
         self.planner: Planner | InTurn = job.planner(self.place)
-        self.step = job.compile_step(self.place, job.layout(self.place))
-        self.state: TrainState = job.initial_state(self.place, 0)
         self.used: set[str] = set()
 
-    def take(self, data: DocumentSteps, number: int) -> dict[str, float]:
-        """Take step ``number``: what it took, by the clock and by simulation."""
+    def compile(self) -> None:
+        self.step = self.job.compile_step(self.place, self.job.layout(self.place))
+        self.state: TrainState = self.job.initial_state(self.place, 0)
+        self.take(0)  # warms up what is compiled on first use
+
+    def plan(self, number: int) -> dict[str, float]:
+        """What step ``number`` takes by simulation."""
+        lengths = self.job.data.lengths(number)
+        plan = self.planner.plan(lengths)
+        self.used.add(short_text(plan.strategy))
+        took = plan.ms / 1e3
+        busy = 1 - plan.idle_share
+        return {"simulated": took, "simulated idle": 1 - busy, "work": took * busy, "tokens": float(sum(lengths))}
+
+    def take(self, number: int) -> dict[str, float]:
+        """Take step ``number``: what it takes by the clock, beside ``plan``."""
         start = time.perf_counter()
-        batch = data.take(number, 1)
+        batch = self.job.data.take(number, 1)
         outcome = self.step(self.state, batch, deadline_s=120)
         seconds = time.perf_counter() - start
         report = step_report(number, outcome, batch.num_targets, batch.samples, seconds)
         self.state = outcome.state
-        self.used.add(report.strategy)
-        plan = self.planner.plan(data.lengths(number))
-        assert short_text(plan.strategy) == report.strategy
-        return {
-            "loss": report.loss,
-            "wall": seconds,
-            "simulated": plan.ms / 1e3,
-            "tokens": report.tokens,
-            "wall idle": report.idle_share or 0.0,
-            "simulated idle": plan.idle_share,
-        }
+        assert report.strategy in self.used
+        return {"loss": report.loss, "wall": seconds, "wall idle": report.idle_share or 0.0}
 
 
 def runs(data: DocumentSteps, devices: Sequence[jax.Device], profile: Profile) -> list[Run]:
-    """The four methods, compiled."""
+    """The four methods."""
     common = MODEL, optax.adam(1e-3), tuple(devices), DEFAULT_OPTIONS, data
-    few, one = (Balancing(DEVICE_TOKENS, n, SEGMENTS, 64, candidates=2, profile=profile) for n in (2, 1))
+    few, one = (Balancing(DEVICE_TOKENS, n, SEGMENTS, profile=profile) for n in (3, 1))
     fits = [c for c in profile.costs(profile.timings[0].pipeline) if c.max_len >= LONGEST]
     samples = [data.lengths(step) for step in range(16)]
 
@@ -210,26 +220,32 @@ def runs(data: DocumentSteps, devices: Sequence[jax.Device], profile: Profile) -
     ]
 
 
-def compare(steps: int) -> tuple[list[Row], Profile]:
+def compare(steps: int, pipelines: str, kinds: Sequence[str]) -> tuple[list[Row], Profile]:
     devices, data = jax.devices(), documents()
-    profile = measured_profile(devices)
+    profile = measured_profile(devices, pipelines)
     made = runs(data, devices, profile)
-    for run in made:
-        run.take(data, 0)  # warms up what is compiled on first use
-    taken: dict[str, list[dict[str, float]]] = {run.name: [] for run in made}
-    for number in range(1, steps + 1):
+    numbers = range(1, steps + 1)
+    taken = {run.name: [run.plan(number) for number in numbers] for run in made}
+    if "wall" in kinds:
         for run in made:
-            taken[run.name].append(run.take(data, number))
-        losses = [taken[run.name][-1]["loss"] for run in made]
-        assert max(losses) - min(losses) < 1e-4 * min(losses), f"step {number}: losses are {losses}"
+            run.plan(0)
+            run.compile()
+        for number in numbers:
+            for run in made:
+                taken[run.name][number - 1] |= run.take(number)
+            losses = [taken[run.name][number - 1]["loss"] for run in made]
+            assert max(losses) - min(losses) < 1e-4 * min(losses), f"step {number}: losses are {losses}"
     rows = []
-    for kind in ("wall", "simulated"):
+    for kind in kinds:
         for run in made:
             mine, base = taken[run.name], taken["fixed"]
             ratios = [b[kind] / m[kind] for m, b in zip(mine, base, strict=True)]
-            speed = sum(m["tokens"] for m in mine) / sum(m[kind] for m in mine)
-            idle = statistics.mean(m[f"{kind} idle"] for m in mine)
-            more = {"tokens_per_second": speed, "idle_share": idle, "strategies": sorted(run.used)}
+            more = {
+                "tokens_per_second": sum(m["tokens"] for m in mine) / sum(m[kind] for m in mine),
+                "idle_share": statistics.mean(m[f"{kind} idle"] for m in mine),
+                "work": sum(m["work"] for m in mine) / sum(b["work"] for b in base),
+                "strategies": sorted(run.used),
+            }
             rows.append(row(kind, run.name, ratios, [m[kind] for m in mine], **more))
     return rows, profile
 
@@ -237,21 +253,25 @@ def compare(steps: int) -> tuple[list[Row], Profile]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--pipelines", default=PIPELINES)
+    parser.add_argument("--plans-only", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    rows, profile = compare(args.steps)
+    kinds = ("simulated",) if args.plans_only else ("wall", "simulated")
+    rows, profile = compare(args.steps, args.pipelines, kinds)
     if args.json:
         print(json.dumps({"machine": machine(), "cases": rows}))
         return
     for t in profile.timings:
         print(f"{t.pipeline!s:<8} {t.a:.3g} ms/token² {t.b:.3g} ms/token {t.c:.3g} ms/row, worst error {t.error:.1%}")
-    for kind in ("wall", "simulated"):
+    for kind in kinds:
         mine = [r for r in rows if r["case"] == kind]
         show(mine, "fixed")
         for r in mine:
             used = ", ".join(r["strategies"])
-            print(f"  {r['method']:<20}{r['tokens_per_second']:10.0f} tokens/s, idle {r['idle_share']:.0%}: {used}")
+            speed, idle, work = r["tokens_per_second"], r["idle_share"], r["work"]
+            print(f"  {r['method']:<20}{speed:10.0f} tokens/s, idle {idle:.0%}, work {work:.2f}: {used}")
 
 
 if __name__ == "__main__":
