@@ -19,15 +19,14 @@ import numpy as np
 from dynajax.engine import _jax_private as private
 from dynajax.engine import uninitialised
 from dynajax.engine.batches import batches
-from dynajax.engine.host_view import View, bytes_of, bytes_of_each, same_bytes, word_of
+from dynajax.engine.check import check_moved
+from dynajax.engine.host_view import View, bytes_of, bytes_of_each
 from dynajax.engine.places import Places, shards_of
+from dynajax.engine.processes import Processes
 from dynajax.engine.recipe import Batch, Outline, Recipe, Recipes
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.transport import Stage
-from dynajax.engine.tree import Held, Leaf, located
-from dynajax.errors import CheckError
-from dynajax.planner import Move
-from dynajax.vps.buffer import view
+from dynajax.engine.tree import Held
 
 AT_ONCE = 1 << 25
 """Bytes of targets in a stage: the next one then fills memory that was read a moment ago, not pages never seen."""
@@ -70,8 +69,8 @@ class SharedMemory:
             jax.block_until_ready(sent)
         if check:
             with self._watch.phase("verify"):
-                for move, leaf in stage:
-                    self._compare(move, leaf)
+                filled = {held: self._open[held].shards() for held in recipe.targets}
+                check_moved(stage, filled, self._places, Processes(self._places.devices))
         with self._watch.phase("unpack"):
             return self._finished(stage, share)
 
@@ -141,26 +140,6 @@ class SharedMemory:
         _copy_batches(left, buffers)
         for other in others:
             other.result()
-
-    def _compare(self, move: Move, leaf: Leaf) -> None:
-        """Raise if a box is not that of its source, or not the sum of its parts."""
-        c = move.copies
-        dtype = self._open[leaf.targets[0]].outline.kind.dtype if c.added.any() else word_of(move.tensor.itemsize)
-        filled = [self._open[held].shards() for held in leaf.targets]
-        held = [{n: bytes_of(x) for n, x in shards_of(source.array, self._places).items()} for source in leaf.sources]
-        read, read_at = located(leaf.sources, c.source_offset)
-        passed, passed_at = located(leaf.targets, c.source_offset)
-        target, target_at = located(leaf.targets, c.target_offset)
-        sent: Any = None
-        for k, extent in enumerate(c.extent.tolist()):
-            array, at = (filled[passed[k]], passed_at) if c.relayed[k] else (held[read[k]], read_at)
-            part = view(array[int(c.source[k])].view(dtype), int(at[k]), c.source_stride[k].tolist(), extent)
-            sent = sent + part if c.added[k] else part
-            if c.added[k + 1 : k + 2].any():
-                continue
-            place, stride = int(c.target[k]), c.target_stride[k].tolist()
-            if not same_bytes(sent, view(filled[target[k]][place].view(dtype), int(target_at[k]), stride, extent)):
-                raise CheckError(f"{move.tensor.path}: the bytes of place {place} are not those of its source")
 
     def _finished(self, stage: Stage, share: bool) -> dict[int, jax.Array]:
         whole: dict[int, jax.Array] = {}

@@ -18,6 +18,7 @@ from dynajax.engine import _jax_private as private
 from dynajax.engine import programs
 from dynajax.engine.cargo import Cargo, cargoes_of, is_small
 from dynajax.engine.check import check_moved
+from dynajax.engine.host_view import View, bytes_of
 from dynajax.engine.parcel import Arrival, Parcel, Ranks, element_words, pairs_of
 from dynajax.engine.places import Places, shards_of
 from dynajax.engine.processes import Processes, waiting
@@ -124,7 +125,8 @@ class Xla:
         self._carry([cargo for cargo in cargoes if not cargo.crated[1]])
         if check:
             with self._watch.phase("verify"):
-                filled = {held: self._open[held].shards() for _, leaf in stage for held in leaf.targets}
+                targets = {held for _, leaf in stage for held in leaf.targets}
+                filled = {held: _seen(self._open[held].shards()) for held in targets}
                 check_moved(stage, filled, self._places, self._processes)
         with self._watch.phase("unpack"):
             return self._finished(stage, share)
@@ -220,6 +222,12 @@ class Xla:
 
     def _fill(self, area: jax.Array) -> None:
         self._area |= programs.gathered(area)
+
+
+def _seen(shards: dict[int, jax.Array]) -> dict[int, View]:
+    """The bytes of shards once they are computed."""
+    jax.block_until_ready(list(shards.values()))
+    return {n: bytes_of(shard) for n, shard in shards.items()}
 
 
 def _kept(pieces: dict[int, jax.Array], share: bool) -> dict[int, jax.Array]:

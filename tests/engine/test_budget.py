@@ -95,8 +95,8 @@ def test_peak_of_live_buffers_is_what_was_planned(
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_peak_of_live_buffers_of_an_exchange_between_buckets_and_tensors_is_what_was_planned(
-    dtype: Any, monkeypatch: pytest.MonkeyPatch
+def test_peak_of_live_buffers_between_buckets_and_tensors_is_what_was_planned(
+    dtype: Any, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket stays until its last tensor has gone, and is there from when its first arrives; both ways round."""
     shapes = {f"['{k:02}']": (16, 96) for k in range(40)}
@@ -108,7 +108,8 @@ def test_peak_of_live_buffers_of_an_exchange_between_buckets_and_tensors_is_what
     tree = {k: jax.device_put(np.full((16, 96), int(k), dtype), rows[k]) for k in rows}
     for said, target in ((rows, buckets), (buckets, rows)):
         before = live_bytes(tree)
-        plan = dj.plan_reshard(tree, target, stored=said, budget="32K", donate=True, path="xla")
+        budget = "32K" if path == "xla" else "8K"
+        plan = dj.plan_reshard(tree, target, stored=said, budget=budget, donate=True, path=path)
         assert len(plan.stages) > 1
         peaks: dict[Any, int] = {}
 
@@ -118,10 +119,12 @@ def test_peak_of_live_buffers_of_an_exchange_between_buckets_and_tensors_is_what
 
         with monkeypatch.context() as patch:
             _watch_live_bytes(patch, look)
-            tree, report = dj.reshard(tree, target, stored=said, plan=plan, path="xla")
+            tree, report = dj.reshard(tree, target, stored=said, plan=plan, path=path)
         after = live_bytes(tree)
         extra = max(peak - max(before.get(device, 0), after.get(device, 0)) for device, peak in peaks.items())
-        assert 0 < extra <= report.peak_extra_bytes <= plan.budget
+        stand_in = 1  # byte a device, for all arrays that were given up
+        assert 0 < extra <= report.peak_extra_bytes + stand_in
+        assert report.peak_extra_bytes <= plan.budget
     assert all(np.array_equal(x, np.full((16, 96), int(k), dtype)) for k, x in tree.items())
 
 
@@ -273,18 +276,18 @@ def test_a_safe_move_gives_up_the_source_only_when_the_target_is_verified(
     source, target = MOVES["grow"]
     tree = _tree(source)
     checked: list[bool] = []
-    where, name = (xla, "check_moved") if path == "xla" else (SharedMemory, "_compare")
-    check = getattr(where, name)
+    where = xla if path == "xla" else shared_memory
+    check = where.check_moved
 
     def looked_at(*args: Any) -> None:
         checked.append(any(x.is_deleted() for x in tree))
         check(*args)
 
-    monkeypatch.setattr(where, name, looked_at)
+    monkeypatch.setattr(where, "check_moved", looked_at)
     plan = dj.plan_reshard(tree, target, donate=True, commit="safe", path=path)
     assert plan.peak_bytes() == (plan.footprint.source + plan.footprint.target).tolist()
     moved, report = dj.reshard(tree, target, plan=plan, donate=True, commit="safe", path=path)
-    assert checked == [False] * len(plan.stages if path == "xla" else tree)
+    assert checked == [False] * len(plan.stages)
     assert all(x.is_deleted() for x in tree)
     assert report.verify_s > 0
     assert all(np.array_equal(x, np.full((64, 64), k, np.float32)) for k, x in enumerate(moved))
