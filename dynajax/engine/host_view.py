@@ -15,8 +15,6 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 
 
 View = NDArray[Any]
-Copy = tuple[View, View]
-"""What to fill, and from what."""
 
 
 class _Memory:

@@ -1,7 +1,7 @@
 """Move by copies in the memory of the host: all CPU devices of a process live in one address space.
 
-Target shards are filled by strided copies from where the source shards lie, and become arrays without a further copy;
-the shards of other devices pass through the memory of the host. An array is made when the first of its tensors
+Target shards are filled by strided copies from where the source shards lie, and become arrays without a further copy.
+An array is made when the first of its tensors
 arrives and finished when the last is there: nearly always one tensor, which is alone in it. Large shards lie in memory
 that XLA owns, so that the next step can donate them; all others of an array lie side by side in one aligned slab of
 numpy. Elements travel as raw words, so that no bit pattern can change, but where parts are summed.
@@ -37,7 +37,7 @@ _WORTH_A_THREAD = 4
 
 
 class SharedMemory:
-    """The transport for CPU devices of one process; of arrays that store parts of tensors, for any devices.
+    """The transport for CPU devices of one process.
 
     Args:
         places: what the plan's numbers mean.

@@ -8,6 +8,7 @@ the plan alone, never from who is ready first, so that all processes of a job wo
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from dynajax.train.record import PipelineShare
 from dynajax.train.state import TrainState
 from dynajax.train.step import Event, Outcome, apply_gradients, wait_ready
 
+_log = logging.getLogger(__name__)
 _PLANS_AHEAD = 2
 _PATIENCE_S = 60.0
 
@@ -152,7 +154,10 @@ class _Plans:
             )
             self._first = step
         self._next = step + 1
-        return self._ahead.take(step - self._first).plan
+        taken = self._ahead.take(step - self._first)
+        if taken.late:
+            _log.warning("step %d: %s", step, taken.note)
+        return taken.plan
 
 
 class _Pass:

@@ -1,8 +1,8 @@
 """Measure what pipelines cost on the devices that are there: T(l, P) and MaxLen(P).
 
-What is run is what training runs, ``GradientPrograms``, on rows of one sequence and on rows that several share. A
-pipeline with pp stages is given V rows at once; its program takes V + pp − 1 ticks, and in each every stage works on
-one row, so that
+What is run is what training runs, in one section of all layers, on rows of one sequence and on rows that several
+share. A pipeline with pp stages is given V rows at once; its program takes V + pp − 1 ticks, and in each every stage
+works on one row, so that
 
     T(l, P) = time of the program / (pp − 1 + V)
 

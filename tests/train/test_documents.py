@@ -16,6 +16,7 @@ from train.small_runs import bits, largest_difference
 from train.test_trainer import compilations
 
 from dynajax import models
+from dynajax.balance import PlanAhead, Taken
 from dynajax.data import DocumentSteps, MemoryDocuments
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.models import LlamaConfig, MoeConfig
@@ -206,6 +207,20 @@ def test_a_step_that_fails_half_way_can_be_taken_again(monkeypatch: pytest.Monke
         running.step()
     assert bits(running.whole_state()) == before
     assert largest_difference([running.step().loss for _ in range(2)], reference(2)[0]) < 1e-5
+
+
+def test_a_plan_that_is_late_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    running, take = on("tp4|pp2.tp2"), PlanAhead.take
+
+    def late(self: PlanAhead, number: int) -> Taken:
+        return replace(take(self, number), late=True, note="the plan was late: strategy 0 was used again")
+
+    monkeypatch.setattr(PlanAhead, "take", late)
+    with caplog.at_level("WARNING"):
+        assert largest_difference([running.step().loss], reference(1)[0]) < 1e-5
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("dynajax")] == [
+        "step 0: the plan was late: strategy 0 was used again"
+    ]
 
 
 def test_a_pipeline_without_work_adds_nothing():
