@@ -20,8 +20,9 @@ from dynajax.engine.batches import batches
 from dynajax.engine.parcel import Arrival, Parcel, Ranks
 from dynajax.engine.programs import Buckets, Devices, Hold
 from dynajax.engine.tree import Held
-from dynajax.engine.waves import PASSED_ON, Grains, Wave, longest_of, waves_of
+from dynajax.engine.waves import Grains, Wave, longest_of, waves_of
 from dynajax.engine.words import Words
+from dynajax.planner.route import PASSED_ON
 from dynajax.vps.region import Ints
 
 _SMALL = 8

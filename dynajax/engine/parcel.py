@@ -17,7 +17,7 @@ from dynajax.engine import programs
 from dynajax.engine.places import Places, memory_kind, shards_of
 from dynajax.engine.programs import Devices
 from dynajax.engine.tree import Held, Leaf, located
-from dynajax.engine.waves import Grains, grains_of, longest_run, messages, turns_of, words_and_grain
+from dynajax.engine.waves import Grains, grains_of, longest_run, messages, words_and_grain
 from dynajax.engine.words import Words, is_packed, packed_again, whole_bytes
 from dynajax.planner import Move
 from dynajax.planner.route import Copies
@@ -58,7 +58,7 @@ class Arrival:
         self.number = places.numbers(held.stored.sharding)
         self.receivers = _by_id(d for d, n in self.number.items() if n not in kept)
         self.dtype, inner = private.physical_element(like.dtype)
-        self.shape = shard_shape(held, inner)
+        self.shape = (*held.shard_shape, *inner)
         self.missing = held.tensors
         self.made: dict[int, jax.Array] = {}
         self.filled: jax.Array | None = None
@@ -108,7 +108,7 @@ class Parcel:
 
     Attributes:
         copies: its rows of the move's copies, with offsets in these two arrays.
-        turns: when each of them is made, see ``turns_of``.
+        turns: when each of them is made, see ``Copies.turns``.
         geometry: the same for parcels with the same copies.
         source: the array, or the target that it is passed on from.
         target: where it goes.
@@ -132,7 +132,7 @@ class Parcel:
             self.senders, self.source_shape = self.source.receivers, self.source.shape
         else:
             self.senders = _by_id(self.source.stored.sharding.device_set)
-            self.source_shape = shard_shape(self.source, inner)
+            self.source_shape = (*self.source.shard_shape, *inner)
         self._inner = math.prod(inner)
         elements = math.prod(self.source_shape), math.prod(self.target.shape)
         run = longest_run(self.copies, elements[0] // self._inner, elements[1] // self._inner) * self._inner
@@ -170,7 +170,7 @@ class Pair:
 
 def pairs_of(move: Move, leaf: Leaf, targets: Sequence[Arrival]) -> Iterator[Pair]:
     """The pairs of arrays of a tensor that something goes between; ``targets`` are those of ``leaf.targets``."""
-    c, turns = move.copies, turns_of(move.copies)
+    c, turns = move.copies, move.copies.turns
     if leaf.is_alone:
         yield Pair(leaf.sources[0], targets[0], c, turns, (id(move.route),))
         return
@@ -183,11 +183,6 @@ def pairs_of(move: Move, leaf: Leaf, targets: Sequence[Arrival]) -> Iterator[Pai
             if len(rows):
                 taken = Copies(*(getattr(mine, f.name)[rows] for f in fields(Copies)))
                 yield Pair(arrays[k], targets[t], taken, turns[rows], (id(move.route), passed, k, t))
-
-
-def shard_shape(held: Held, inner: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of one physical shard of an array, whose elements have ``inner`` numbers each."""
-    return (*held.stored.sharding.shard_shape(held.stored.array_shape), *inner)
 
 
 def element_words(dtype: np.dtype[Any]) -> Words:

@@ -43,6 +43,11 @@ class Places:
         found = {(d, memory_kind(s)) for s in set(shardings) for d in s.device_set}
         return Places(tuple(sorted(found, key=lambda p: (p[0].id, p[1] or ""))))
 
+    @staticmethod
+    def of_leaves(leaves: Iterable[Leaf]) -> Places:
+        """The places of a state, before and after a move."""
+        return Places.of(end.stored.sharding for leaf in leaves for end in (*leaf.sources, *leaf.targets))
+
     @cached_property
     def number(self) -> dict[Place, int]:
         """Number of each place."""

@@ -22,7 +22,6 @@ from dynajax.engine.transport import Stage
 from dynajax.engine.tree import Held, Leaf, located
 from dynajax.engine.words import is_packed
 from dynajax.planner import Move
-from dynajax.planner.route import Copies
 from dynajax.vps.region import Ints
 from dynajax.vps.tiling import sums
 
@@ -94,7 +93,7 @@ class Outline:
     @cached_property
     def count(self) -> int:
         """How many buffers."""
-        return len({number for number, _ in self.buffers.values()})
+        return _count(self.buffers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +217,8 @@ class Recipes:
         rows = np.flatnonzero(~np.isin(c.target, list(outlines[0].whole)))
         read = [np.unique(c.source[rows[~c.relayed[rows] & (read_array[rows] == k)]]) for k in range(len(leaf.sources))]
         number, base = _table([*(o.buffers for o in outlines), *map(_each, read)], places)
-        fixed = np.stack([_turns(c), c.added.astype(np.int64), number[target], number[source]], axis=1)
+        present, turn = np.unique(c.turns, return_inverse=True)
+        fixed = np.stack([turn.ravel(), c.added.astype(np.int64), number[target], number[source]], axis=1)
         boxes = Boxes(
             fixed[rows],
             c.extent[rows],
@@ -227,9 +227,9 @@ class Recipes:
             (base[source] + np.where(c.relayed, passed, origin) * size)[rows],
             c.source_stride[rows] * size,
         )
-        turns: list[list[Box]] = [[] for _ in range(int(fixed[:, 0].max(initial=-1)) + 1)]
-        for turn, box in boxes.merged().listed(word_of(size), outlines[0].kind.dtype):
-            turns[turn].append(box)
+        turns: list[list[Box]] = [[] for _ in present]
+        for which, box in boxes.merged().listed(word_of(size), outlines[0].kind.dtype):
+            turns[which].append(box)
         portions = [list(_portions(listed)) for listed in turns]
         return _Trail(outlines, tuple(tuple(r.tolist()) for r in read), portions, filled)
 
@@ -237,7 +237,7 @@ class Recipes:
         sharding = held.stored.sharding
         order, number = private.device_order(sharding), self._places.numbers(sharding)
         dtype, inner = private.physical_element(leaf.sources[0].array.dtype)
-        shape = (*sharding.shard_shape(held.stored.array_shape), *inner)
+        shape = (*held.shard_shape, *inner)
         kept = frozenset(move.kept.tolist())  # only ever of a tensor whose one array becomes one array
         on_cpu = all(d.platform == "cpu" for d in order)
         default = on_cpu and memory_kind(sharding) == order[0].default_memory().kind
@@ -250,7 +250,7 @@ class Recipes:
     def _whole(self, move: Move, leaf: Leaf) -> dict[int, int]:
         """Places whose shard is that of another device, each with that shard's place."""
         c, ends = move.copies, [*leaf.sources, *leaf.targets]
-        shapes = {end.stored.sharding.shard_shape(end.stored.array_shape) for end in ends}
+        shapes = {end.shard_shape for end in ends}
         if len(ends) > 2 or len(shapes) > 1 or any(end.tensors > 1 for end in ends) or (c.relayed | c.added).any():
             return {}
         moved = self._places.differ(c.source, c.target) & (c.volumes == ends[0].room)
@@ -259,12 +259,9 @@ class Recipes:
         return dict(zip(c.target[rows[alike]].tolist(), c.source[rows[alike]].tolist(), strict=True))
 
 
-def _turns(c: Copies) -> Ints:
-    """Turn of each copy: a part of a sum comes after that which it is added to, and what is passed on after all."""
-    row = np.arange(len(c.source))
-    turns = row - np.maximum.accumulate(np.where(c.added, 0, row))
-    turns[c.relayed] = turns.max(initial=0) + 1
-    return turns
+def _count(buffers: Buffers) -> int:
+    """How many buffers there are."""
+    return len({number for number, _ in buffers.values()})
 
 
 def _each(places: Ints) -> Buffers:
@@ -279,7 +276,7 @@ def _table(arrays: Iterable[Buffers], places: int) -> tuple[Ints, Ints]:
     for k, buffers in enumerate(arrays):
         for place, (number, base) in buffers.items():
             table[:, k, place] = count + number, base
-        count += len({number for number, _ in buffers.values()})
+        count += _count(buffers)
     return table[0].ravel(), table[1].ravel()
 
 

@@ -63,7 +63,7 @@ class Repeat:
         plan = plan_reshard(tree, shardings, stored=stored)
         if len(plan.moves) < len(leaves) or not all(hasattr(x, "sharding") for x in like):
             raise TargetError("a move to repeat is of arrays, each at one place of the tree; take others out of it")
-        places = Places.of(end.stored.sharding for leaf in leaves for end in (*leaf.sources, *leaf.targets))
+        places = Places.of_leaves(leaves)
         if not places.are_here:
             raise TargetError("a move to repeat is between devices of this process; use reshard between processes")
         return Repeat(plan, like, before, after, leaves, places, Recipes(places, donatable=False))

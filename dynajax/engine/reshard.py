@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable
 from contextlib import closing
 from typing import Any, Literal
 
@@ -66,7 +65,7 @@ def plan_reshard(
         TopologyError: the topology lacks a device or a link.
     """
     leaves, _, _ = read(tree, shardings, stored)
-    places = _places(leaves)
+    places = Places.of_leaves(leaves)
     staged = donate and _checked_commit(commit) == "staged"
     unique, path = _without_repeats(leaves, places)[0], _checked_path(path, places)
     return _plan(
@@ -85,7 +84,7 @@ def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None
         TargetError: the plan is for another state or other targets.
     """
     leaves, _, _ = read(tree, shardings, stored)
-    places = _places(leaves)
+    places = Places.of_leaves(leaves)
     unique, path = _without_repeats(leaves, places)[0], _checked_path(path, places)
     _checked(plan, unique, places, path, safe=False)
     processes = Processes(places.devices)
@@ -152,7 +151,7 @@ def reshard(
     with watch.phase("plan"), Agreement(processes) as agreement:
         leaves, all_leaves, treedef = read(tree, shardings, stored)
         _refuse_unusable(leaves)
-        places, safe = _places(leaves), donate and _checked_commit(commit) == "safe"
+        places, safe = Places.of_leaves(leaves), donate and _checked_commit(commit) == "safe"
         unique, again = _without_repeats(leaves, places)
         path = _checked_path(path, places)
         if plan is None:
@@ -271,10 +270,6 @@ def _transport(
     path: Path, places: Places, processes: Processes, watch: Stopwatch, budget: int, leaves: list[Leaf]
 ) -> Transport:
     return xla.Xla(places, processes, watch, budget, leaves) if path == "xla" else SharedMemory(places, watch)
-
-
-def _places(leaves: Iterable[Leaf]) -> Places:
-    return Places.of(end.stored.sharding for leaf in leaves for end in (*leaf.sources, *leaf.targets))
 
 
 def _refuse_unusable(leaves: list[Leaf]) -> None:

@@ -85,9 +85,14 @@ class Held:
     tensors: int = 1
 
     @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of a shard."""
+        return self.stored.sharding.shard_shape(self.stored.array_shape)
+
+    @property
     def room(self) -> int:
         """Elements of a shard."""
-        return math.prod(self.stored.sharding.shard_shape(self.stored.array_shape))
+        return math.prod(self.shard_shape)
 
 
 def located(arrays: Sequence[Held], offset: Ints) -> tuple[Ints, Ints]:

@@ -21,8 +21,6 @@ from dynajax.vps.region import Ints
 from dynajax.vps.tiling import sums
 
 NOWHERE = np.int32(2**31 - 1)
-PASSED_ON = 2**31 - 1
-"""The turn of copies out of targets, after all others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,17 +67,6 @@ class Wave:
     count: int
     source: np.ndarray
     target: np.ndarray
-
-
-def turns_of(c: Copies) -> Ints:
-    """Turn of each copy: 0 if it is written, k if it is the k-th that is added to that, or ``PASSED_ON``."""
-    turns = np.where(c.relayed, PASSED_ON, 0)
-    if c.added.any():
-        direct = np.flatnonzero(~c.relayed)
-        direct = direct[np.lexsort((direct, c.target_offset[direct], c.target[direct]))]
-        _, group = np.unique(np.stack([c.target[direct], c.target_offset[direct]]), axis=1, return_inverse=True)
-        turns[direct] = np.arange(len(direct)) - np.searchsorted(group.ravel(), group.ravel())
-    return turns
 
 
 def longest_run(c: Copies, source: int, target: int) -> int:

@@ -18,6 +18,8 @@ from dynajax.vps.region import Ints, dense_strides
 from dynajax.vps.tiling import Tiling
 
 Bools = NDArray[np.bool_]
+PASSED_ON = 2**31 - 1
+"""The turn of copies out of targets, after all others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +28,7 @@ class Copies:
 
     A row whose source is its target stays on its device: it is retained, and only its place in the buffer changes.
     A relayed row is read from its source's *target* buffer, once the rows that are not relayed have filled it.
-    An added row is added to what an earlier row wrote at the same place.
+    An added row is added to what the row before it wrote, or added, at the same place.
     """
 
     source: Ints
@@ -43,6 +45,13 @@ class Copies:
     def volumes(self) -> Ints:
         """Elements of each row."""
         return self.extent.prod(axis=1, dtype=np.int64)
+
+    @cached_property
+    def turns(self) -> Ints:
+        """Turn of each row: 0 if it is written, k if it is the k-th that is added to that, or ``PASSED_ON``."""
+        row = np.arange(len(self.source))
+        turns = row - np.maximum.accumulate(np.where(self.added, 0, row))
+        return np.where(self.relayed, PASSED_ON, turns)
 
     @property
     def sent(self) -> Bools:

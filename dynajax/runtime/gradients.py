@@ -195,6 +195,13 @@ def abstract_sums(layouts: Sequence[Any], mesh: Mesh) -> dict[str, Any]:
     return gathered([abstract_params(layout, jnp.float32) for layout in layouts]) | {"loss": loss}
 
 
+def zeros_of(shapes: Any) -> jax.stages.Compiled:
+    """A program that makes zeros like ``ShapeDtypeStruct`` leaves."""
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    made = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=shardings)
+    return made.lower().compile()
+
+
 def gathered(owned: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What sections own as one tree, in which "blocks" has an entry for each section."""
     return {name: tree for part in owned for name, tree in part.items()} | {"blocks": [p["blocks"] for p in owned]}

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -54,7 +53,7 @@ class Link:
         shapes = {name: specs[name] for name in section.owns}
         # Parameters lie in stacks of all layers of the model, gradients in stacks of the section's.
         source, target = flat_layout(shapes, flat, section.first_layer, layers), flat_layout(shapes, flat)
-        propagation = jax.tree.map(lambda storage: storage.on(mesh), section.storage)
+        propagation = section.on(mesh)
         flat_params, grads = abstract_params(source, dtype), abstract_params(propagation, jnp.float32)
         return Link(
             section.owns,

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.data import Segment
 from dynajax.engine import Report
-from dynajax.runtime.gradients import GradientPrograms, abstract_sums, sums_of
+from dynajax.runtime.gradients import GradientPrograms, abstract_sums, sums_of, zeros_of
 from dynajax.runtime.links import Link
 from dynajax.runtime.propagation import Propagation
 from dynajax.runtime.sections import Section, sections_of
@@ -52,10 +52,8 @@ class PipelineRunner:
         sections = sections_of(run)
         links = tuple(Link.of(section, run.config.layers, flat, mesh, run.dtype) for section in sections)
         sums = abstract_sums([link.propagation for link in links], mesh)
-        shardings = jax.tree.map(lambda x: x.sharding, sums)
-        zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums), out_shardings=shardings)
         compiled = {n: GradientPrograms.compiled(run, mesh, sections, sums, n, max_segments) for n in row_lengths}
-        return PipelineRunner(run, mesh, sections, links, zeros.lower().compile(), compiled)
+        return PipelineRunner(run, mesh, sections, links, zeros_of(sums), compiled)
 
     def pull(self, params: Any, section: int) -> tuple[Any, Report]:
         """Parameters of a section as this pipeline computes with them, from the optimizer layout."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
+
+import jax
+from jax.sharding import Mesh
 
 from dynajax.runtime.flat import Span
 from dynajax.runtime.propagation import Propagation
@@ -51,10 +53,10 @@ class Section:
         tied = self.is_last and not self.is_first and self.run.config.tied
         return (*["embed"] * tied, *self.owns)
 
-    @cached_property
-    def storage(self) -> dict[str, Any]:
-        """How the parameters that it owns are stored."""
-        return {name: self.run.storage[name] for name in self.owns}
+    def on(self, mesh: Mesh) -> dict[str, Any]:
+        """How the pipeline's mesh stores the parameters that it owns: a ``Stored`` for each."""
+        owned = {name: self.run.storage[name] for name in self.owns}
+        return jax.tree.map(lambda storage: storage.on(mesh), owned)
 
     def own(self, trees: Mapping[str, Any], number: int) -> dict[str, Any]:
         """What it owns of parameters or gradients; see ``of``."""

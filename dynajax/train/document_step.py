@@ -25,6 +25,7 @@ from dynajax.balance import IterationPlan, PipelineFill, PlanAhead, Planner, sho
 from dynajax.data import DocumentBatch, DocumentSteps, Segment
 from dynajax.meshes import Placement
 from dynajax.runtime.flat import Span, add_section
+from dynajax.runtime.gradients import zeros_of
 from dynajax.runtime.pipelines import Passes, PipelineRunner
 from dynajax.train.candidates import Candidates
 from dynajax.train.record import PipelineShare
@@ -68,9 +69,6 @@ class FlatPrograms:
         grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), state.params)
 
         cast = jax.jit(lambda p: jax.tree.map(lambda x: x.astype(dtype), p), out_shardings=shardings.params)
-        zeros = jax.jit(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads), out_shardings=shardings.params
-        )
         updated = jax.jit(partial(apply_gradients, optimizer, samples=1), out_shardings=shardings, donate_argnums=0)
 
         def adding(span: Span) -> Any:
@@ -78,7 +76,7 @@ class FlatPrograms:
 
         return FlatPrograms(
             cast.lower(state.params).compile(),
-            zeros.lower().compile(),
+            zeros_of(grads),
             {span: adding(span).lower(grads, section).compile() for span, section in pushed.items()},
             updated.lower(state, grads).compile(),
         )

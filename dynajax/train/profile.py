@@ -327,7 +327,7 @@ class _Bench:
     @cached_property
     def _layout(self) -> Any:
         with jax.set_mesh(NO_MESH):
-            return jax.tree.map(lambda storage: storage.on(self._mesh), self._run.storage)
+            return whole(self._run).on(self._mesh)
 
     @property
     def _sums(self) -> Any:

@@ -48,7 +48,7 @@ def test_what_is_kept_for_the_backward_pass_has_no_parameters(dtype: jnp.dtype):
     run = Propagation(model(8), Strategy.parse("tp2"), dtype=dtype)
     mesh = run.strategy.mesh(jax.devices()[:2])
     sections = sections_of(run, most=4)
-    sums = abstract_sums([jax.tree.map(lambda s: s.on(mesh), section.storage) for section in sections], mesh)
+    sums = abstract_sums([section.on(mesh) for section in sections], mesh)
     programs = GradientPrograms.compiled(run, mesh, sections, sums, 16, 2)
     parameters = {leaf.shape for leaf in jax.tree.leaves(parameter_specs(sections[0].run.config)) if leaf.size > 16}
     for section in programs.sections[:-1]:

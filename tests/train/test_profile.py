@@ -31,7 +31,7 @@ def program_bytes(text, tokens):
     strategy = Strategy.parse(text)
     run = Propagation(MODEL, strategy, microbatches=2 * strategy.size("pp") if strategy.size("pp") > 1 else 1)
     mesh = strategy.mesh(jax.devices()[: strategy.num_devices])
-    layout = jax.tree.map(lambda storage: storage.on(mesh), run.storage)
+    layout = whole(run).on(mesh)
     sums = abstract_sums([layout], mesh)
     programs = GradientPrograms.compiled(run, mesh, [whole(run)], sums, tokens, SHARED_BY)
     stats = programs.sections[0].backward.memory_analysis()
