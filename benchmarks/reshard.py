@@ -5,10 +5,11 @@
 Times are ratios to the fresh-page floor: two threads that copy, contiguously and into fresh pages, just the bytes that
 have to change devices. "copy, warm" copies them into pages that were written before, which a move that has to allocate
 does not have. Orbax saves to a folder among the system's temporary files, waits, and restores to the new shardings.
-Every method gets fresh source arrays each time (a host copy cached by one would flatter the next). Peaks are taken
-untimed in processes of their own, which give freed memory back to the system at once: resident bytes of the whole
-process above the larger of before and after, so that host copies count too. dynajax is given a budget of 8 MB on each
-of the 8 devices.
+Every method gets fresh source arrays each time (a host copy cached by one would flatter the next), prepares on shapes
+before these are made, and is done when the source is let go. The order of the methods changes from round to round,
+since what one has freed is memory for the next. Peaks are taken untimed in processes of their own, which give freed
+memory back to the system at once: resident bytes of the whole process above the larger of before and after, so that
+host copies count too. dynajax is given a budget of 8 MB on each of the 8 devices.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import argparse
 import functools
 import gc
 import json
+import random
 import shutil
 import statistics
 import tempfile
@@ -61,11 +63,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to move; ``prepare`` runs untimed (what a prepared switch has ready), ``run`` is timed."""
+    """One way to move; ``prepare`` runs untimed on shapes (what a prepared switch has ready), ``run`` is timed."""
 
     name: str
     run: Callable[[Tree, Case, Any], Tree]
-    prepare: Callable[[Tree, Case], Any] = lambda tree, case: None
+    prepare: Callable[[list[Any], Case], Any] = lambda shapes, case: None
     applies: Callable[[Case], bool] = lambda case: True
 
 
@@ -92,9 +94,9 @@ def cases() -> list[Case]:
 
 
 def _dynajax(path: Path) -> Method:
-    def prepare(tree: Tree, case: Case) -> Any:
-        plan = dj.plan_reshard(tree, case.target, budget=BUDGET, donate=True, path=path)
-        prepare_reshard(tree, case.target, plan=plan, path=path)
+    def prepare(shapes: list[Any], case: Case) -> Any:
+        plan = dj.plan_reshard(shapes, case.target, budget=BUDGET, donate=True, path=path)
+        prepare_reshard(shapes, case.target, plan=plan, path=path)
         return plan
 
     def run(tree: Tree, case: Case, plan: Any) -> Tree:
@@ -112,8 +114,7 @@ def _same_devices(case: Case) -> bool:
     return list(case.source.mesh.devices.flat) == list(case.target.mesh.devices.flat)  # pyright: ignore
 
 
-def _compiled_identity(tree: Tree, case: Case) -> Any:
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in tree]
+def _compiled_identity(shapes: list[Any], case: Case) -> Any:
     identity = jax.jit(lambda t: [jnp.copy(x) for x in t], out_shardings=case.target, donate_argnums=0)
     start = time.perf_counter()
     compiled = identity.lower(shapes).compile()
@@ -149,6 +150,10 @@ METHODS = [
 ]
 
 
+def _shapes(case: Case, leaves: int, rows: int, columns: int) -> list[Any]:
+    return [jax.ShapeDtypeStruct((rows, columns), jnp.float32, sharding=case.source) for _ in range(leaves)]
+
+
 def make_tree(case: Case, leaves: int, rows: int, columns: int) -> Tree:
     make = _maker(case.source, rows, columns)
     return jax.block_until_ready([make(jnp.float32(k)) for k in range(leaves)])
@@ -171,8 +176,8 @@ def floor_seconds(tree: Tree, case: Case, warm: bool = False) -> float:
 
 def peak_extra(method: Method, case: Case, size: tuple[int, int, int]) -> int:
     """Resident bytes above the larger of before and after, at the fullest moment of the method."""
+    prepared = method.prepare(_shapes(case, *size), case)
     tree = make_tree(case, *size)
-    prepared = method.prepare(tree, case)
     peak = resident_above(lambda: jax.block_until_ready(method.run(tree, case, prepared)), tree.clear)
     _clean(prepared)
     return peak
@@ -190,11 +195,12 @@ def _clean(prepared: Any) -> None:
 
 
 def timed(method: Method, case: Case, size: tuple[int, int, int]) -> float:
+    prepared = method.prepare(_shapes(case, *size), case)
     gc.collect()
     tree = make_tree(case, *size)
-    prepared = method.prepare(tree, case)
     start = time.perf_counter()
     moved = jax.block_until_ready(method.run(tree, case, prepared))
+    tree.clear()
     seconds = time.perf_counter() - start
     _clean(prepared)
     del moved
@@ -207,11 +213,12 @@ def run_case(case: Case, size: tuple[int, int, int], args: argparse.Namespace) -
     timers[WARM] = lambda: floor_seconds(make_tree(case, *size), case, warm=True)
     seconds: dict[str, list[float]] = {name: [] for name in timers}
     ratios: dict[str, list[float]] = {name: [] for name in timers}
+    shuffled = random.Random(0)
     for _ in range(args.rounds):
-        for name, timer in timers.items():
+        for name in shuffled.sample(list(timers), len(timers)):
             # The floor is taken beside every method, since the machine's speed drifts within a round.
             around = [floor_seconds(make_tree(case, *size), case)]
-            seconds[name].append(timer())
+            seconds[name].append(timers[name]())
             around.append(floor_seconds(make_tree(case, *size), case))
             ratios[name].append(seconds[name][-1] / statistics.mean(around))
     peaks = {m.name: peak_in_child(m, case, args) for m in methods}
