@@ -53,6 +53,8 @@ def execute(
                     done = {source: None for _, leaf in pairs for source in leaf.sources if not unread[source]}
                     give_up(done, made.values(), disowner)
                     remains.stages_done += 1
+        with watch.phase("move"):
+            jax.block_until_ready(list(moved.values()))
     return moved
 
 

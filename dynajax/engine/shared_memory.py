@@ -18,7 +18,6 @@ import numpy as np
 
 from dynajax.engine import _jax_private as private
 from dynajax.engine import uninitialised
-from dynajax.engine.batches import batches
 from dynajax.engine.check import check_moved
 from dynajax.engine.host_view import View, bytes_of, bytes_of_each
 from dynajax.engine.places import Places, shards_of
@@ -52,6 +51,7 @@ class SharedMemory:
         self._places, self._watch = places, watch
         self._recipes = recipes or Recipes(places)
         self._open: dict[Held, _Unfinished] = {}
+        self._sent: list[jax.Array] = []
         self._pool = ThreadPoolExecutor(_THREADS - 1, thread_name_prefix="dynajax-copy")
 
     def fill(self, stage: Stage, share: bool, check: bool) -> dict[int, jax.Array]:
@@ -59,15 +59,16 @@ class SharedMemory:
         with self._watch.phase("group"):
             recipe = self._recipes.of(stage)
         self._compile(recipe)
+        self._arrive()
         with self._watch.phase("group"):
             self._begin(recipe, stage)
             buffers = self._buffers(recipe, stage)
         with self._watch.phase("move"):
-            sent = self._send_whole(recipe)
+            self._sent = self._send_whole(recipe)
             for turn in recipe.turns:
                 self._copy(turn, buffers)
-            jax.block_until_ready(sent)
         if check:
+            self._arrive()
             with self._watch.phase("verify"):
                 filled = {held: self._open[held].shards() for held in recipe.targets}
                 check_moved(stage, filled, self._places, Processes(self._places.devices))
@@ -82,13 +83,21 @@ class SharedMemory:
         """See ``Transport.close``."""
         self._pool.shutdown()
 
+    def _arrive(self) -> None:
+        """Wait for the shards that JAX copies.
+
+        Meanwhile their sources are let go and the next stage is worked out, but nothing is allocated for it.
+        """
+        with self._watch.phase("move"):
+            jax.block_until_ready(self._sent)
+            self._sent = []
+
     def _compile(self, recipe: Recipe) -> None:
         """Have the programs that allocate."""
         with self._watch.compiling(uninitialised.compiled_so_far):
             for kind, arrays in recipe.kinds.items():
                 if kind.is_owned_by_xla:
-                    for count in batches(len(arrays)):
-                        uninitialised.allocator(kind.devices, kind.shape, kind.dtype, count)
+                    uninitialised.compile_for(kind.devices, kind.shape, kind.dtype, len(arrays))
 
     def _begin(self, recipe: Recipe, stage: Stage) -> None:
         """Allocate the arrays that no stage has begun yet."""

@@ -15,9 +15,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import SingleDeviceSharding
 
-from dynajax.engine import _jax_private as private
 from dynajax.engine.batches import batches
 
 _TARGET = "dynajax_uninitialised"
@@ -82,24 +81,21 @@ def _register() -> None:
     jax.ffi.register_ffi_target(_TARGET, handler, platform="cpu")
 
 
-@functools.lru_cache(maxsize=1024)
-def allocator(devices: tuple[jax.Device, ...], shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> Any:
-    """A compiled program without arguments that returns ``count`` arrays, each with a shard of ``shape`` a device.
+@functools.lru_cache(maxsize=1 << 14)
+def allocator(device: jax.Device, shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> Any:
+    """A compiled program without arguments that returns ``count`` arrays.
+
+    It is of one device, so that the thread that calls it allocates. A program of several runs in threads of XLA, which
+    allocate each from a part of the heap of its own, where memory that was freed a moment ago is out of reach.
 
     Args:
-        devices: CPU devices.
-        shape: of one shard; at least one dim, along whose first the arrays are cut.
-        dtype: of at least a byte an element.
+        device: a CPU device.
+        shape, dtype: of each array; of at least a byte an element.
         count: how many arrays a call makes.
     """
     _register()
-    mesh = Mesh(np.asarray(devices, dtype=object), ("device",))
-    shard = jax.ShapeDtypeStruct(shape, dtype)
-    spec = PartitionSpec("device")
-    # One call a device, whatever the count: each call comes back to Python.
-    call = jax.ffi.ffi_call(_TARGET, [shard] * count)
-    program = jax.shard_map(call, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False)
-    return jax.jit(program, out_shardings=NamedSharding(mesh, spec)).lower().compile()
+    call = jax.ffi.ffi_call(_TARGET, [jax.ShapeDtypeStruct(shape, dtype)] * count)
+    return jax.jit(call, out_shardings=SingleDeviceSharding(device)).lower().compile()
 
 
 def compiled_so_far() -> int:
@@ -107,12 +103,17 @@ def compiled_so_far() -> int:
     return allocator.cache_info().misses
 
 
+def compile_for(devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
+    """The programs that make ``count`` arrays on each device, one device after the other."""
+    return [allocator(device, shape, dtype, n) for device in devices for n in batches(count)]
+
+
 def allocate(
     devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: np.dtype[Any], count: int
 ) -> list[list[jax.Array]]:
     """``count`` times one unwritten array of ``shape`` on each of the CPU ``devices``, in their order."""
-    programs = [allocator(tuple(devices), shape, dtype, n) for n in batches(count)]
     # Waited for with the interpreter's lock let go, which the custom call needs: asking an unfinished array for its
     # address would wait with the lock held, and for ever.
-    arrays = [a for program in programs for a in jax.block_until_ready(program())]
-    return [private.shards(array) for array in arrays]
+    programs = compile_for(devices, shape, dtype, count)
+    arrays = [array for program in programs for array in jax.block_until_ready(program())]
+    return [arrays[k::count] for k in range(count)]
