@@ -97,7 +97,7 @@ class SharedMemory:
         with self._watch.compiling(uninitialised.compiled_so_far):
             for kind, arrays in recipe.kinds.items():
                 if kind.is_owned_by_xla:
-                    uninitialised.compile_for(kind.devices, kind.shape, kind.dtype, len(arrays))
+                    uninitialised.allocators(kind.devices, kind.shape, kind.dtype, len(arrays))
 
     def _begin(self, recipe: Recipe, stage: Stage) -> None:
         """Allocate the arrays that no stage has begun yet."""

@@ -103,7 +103,7 @@ def compiled_so_far() -> int:
     return allocator.cache_info().misses
 
 
-def compile_for(devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
+def allocators(devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
     """The programs that make ``count`` arrays on each device, one device after the other."""
     return [allocator(device, shape, dtype, n) for device in devices for n in batches(count)]
 
@@ -114,6 +114,6 @@ def allocate(
     """``count`` times one unwritten array of ``shape`` on each of the CPU ``devices``, in their order."""
     # Waited for with the interpreter's lock let go, which the custom call needs: asking an unfinished array for its
     # address would wait with the lock held, and for ever.
-    programs = compile_for(devices, shape, dtype, count)
+    programs = allocators(devices, shape, dtype, count)
     arrays = [array for program in programs for array in jax.block_until_ready(program())]
     return [arrays[k::count] for k in range(count)]
