@@ -17,11 +17,11 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from dynajax.engine.batches import batches
-
 _TARGET = "dynajax_uninitialised"
 _METADATA_EXTENSION = 1
 _API_VERSION = (0, 3)
+_MANY = 16
+"""Arrays that a call makes where so many are wanted, else one: two programs serve every count, at 10 us a call."""
 
 
 class _Extension(ctypes.Structure):
@@ -81,6 +81,13 @@ def _register() -> None:
     jax.ffi.register_ffi_target(_TARGET, handler, platform="cpu")
 
 
+@functools.lru_cache(maxsize=1 << 10)
+def _call(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> Any:
+    """What the programs of all devices are compiled from: one function, so that it is lowered once."""
+    _register()
+    return jax.ffi.ffi_call(_TARGET, [jax.ShapeDtypeStruct(shape, dtype)] * count)
+
+
 @functools.lru_cache(maxsize=1 << 14)
 def allocator(device: jax.Device, shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> Any:
     """A compiled program without arguments that returns ``count`` arrays.
@@ -93,9 +100,7 @@ def allocator(device: jax.Device, shape: tuple[int, ...], dtype: np.dtype[Any], 
         shape, dtype: of each array; of at least a byte an element.
         count: how many arrays a call makes.
     """
-    _register()
-    call = jax.ffi.ffi_call(_TARGET, [jax.ShapeDtypeStruct(shape, dtype)] * count)
-    return jax.jit(call, out_shardings=SingleDeviceSharding(device)).lower().compile()
+    return jax.jit(_call(shape, dtype, count), out_shardings=SingleDeviceSharding(device)).lower().compile()
 
 
 def compiled_so_far() -> int:
@@ -105,7 +110,8 @@ def compiled_so_far() -> int:
 
 def allocators(devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
     """The programs that make ``count`` arrays on each device, one device after the other."""
-    return [allocator(device, shape, dtype, n) for device in devices for n in batches(count)]
+    many, left = divmod(count, _MANY)
+    return [allocator(device, shape, dtype, n) for device in devices for n in [_MANY] * many + [1] * left]
 
 
 def allocate(
