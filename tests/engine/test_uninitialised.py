@@ -104,3 +104,13 @@ def test_few_programs_serve_every_count() -> None:
         calls = batches(count)
         assert sum(calls) == count
         assert set(calls) <= {1, 2, 4, 8, 16}
+
+
+@pytest.mark.parametrize("count", [1, 16, 19])
+def test_every_array_has_memory_of_its_own_on_each_device(count: int) -> None:
+    devices = [jax.devices()[k] for k in (5, 0, 3)]
+    made = uninitialised.allocate(devices, (64, 128), np.dtype(np.float32), count)
+    assert [[shard.device for shard in shards] for shards in made] == [devices] * count
+    starts = sorted(shard.unsafe_buffer_pointer() for shards in made for shard in shards)
+    assert len(starts) == 3 * count
+    assert min(np.diff(starts), default=0) >= 64 * 128 * 4
