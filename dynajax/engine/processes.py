@@ -24,6 +24,10 @@ from dynajax.errors import AgreementError, DeadlineError, DynajaxError
 
 _WORDS = 1024
 """Words that a device says in a call."""
+_MOVING = (
+    "make different moves; call with the same tree, targets, budget, plan and settings everywhere, an array at two "
+    "places of the tree being one object in every process"
+)
 
 
 class Processes:
@@ -78,7 +82,7 @@ class Processes:
         for start in range(0, len(said), _WORDS):
             part = said[start : start + _WORDS]
             rows = np.tile(np.pad(part, (0, _WORDS - len(part))), (len(self._here), 1))
-            with waiting():
+            with self.waiting():
                 all_of_it = program(programs.place(self._devices, rows, self._here)).addressable_shards[0].data
                 heard.append(np.asarray(all_of_it).reshape(devices, _WORDS)[list(self._first.values()), : len(part)])
         return np.concatenate(heard, axis=1) if heard else np.zeros((len(self._first), 0), np.uint32)
@@ -91,23 +95,27 @@ class Processes:
         """
         return self.gather(numbers.view(np.uint32)).view(np.uint64).max(axis=0, initial=0)
 
+    @contextmanager
+    def waiting(self, what: str = "the move") -> Iterator[None]:
+        """A wait for the others: one that did not come, or died, is an error that says so.
 
-@contextmanager
-def waiting() -> Iterator[None]:
-    """A wait for other processes: one that did not come, or died, is an error that says so.
+        How long it lasts is up to XLA (see docs/engine.md).
 
-    How long it lasts is up to XLA (see docs/engine.md).
+        Args:
+            what: they come to.
 
-    Raises:
-        DeadlineError: naming what XLA says.
-    """
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        raise DeadlineError(
-            "another process of the move did not come, or died; all that have devices in it must call alike, in the "
-            f"same order ({str(error).splitlines()[0]})"
-        ) from error
+        Raises:
+            DeadlineError: naming what XLA says.
+        """
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if not self.talk:
+                raise
+            raise DeadlineError(
+                f"another process of {what} did not come, or died; all that have devices in it must call alike, in the "
+                f"same order ({str(error).splitlines()[0]})"
+            ) from error
 
 
 class Agreement:
@@ -115,10 +123,11 @@ class Agreement:
 
     Args:
         processes: those that have to agree.
+        doing: what they would otherwise do, and how to mend it.
     """
 
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+    def __init__(self, processes: Processes, doing: str = _MOVING) -> None:
+        self._processes, self._doing = processes, doing
         self._facts: Callable[[], Any] = tuple
 
     def on(self, facts: Callable[[], Any]) -> None:
@@ -155,7 +164,4 @@ class Agreement:
             alike.setdefault(digest.tobytes(), []).append(number)
         if len(alike) > 1:
             groups = " and ".join(f"processes {numbers}" for numbers in alike.values())
-            raise AgreementError(
-                f"{groups} are about to make different moves; call with the same tree, targets, budget, plan and "
-                "settings everywhere, an array at two places of the tree being one object in every process"
-            )
+            raise AgreementError(f"{groups} are about to {self._doing}")

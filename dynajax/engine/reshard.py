@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from contextlib import closing
 from typing import Any, Literal
@@ -13,25 +12,21 @@ from jax.core import Tracer
 
 from dynajax.bytesize import format_bytes, parse_bytes
 from dynajax.engine import _jax_private as private
-from dynajax.engine import shared_memory, xla
 from dynajax.engine.check import check_replicas
 from dynajax.engine.execute import execute, give_up, peak_extra
 from dynajax.engine.keys import is_key
+from dynajax.engine.paths import DEFAULT_BUDGET, Path, checked_path, needed_beside, plan_within, prepare, transport_of
 from dynajax.engine.places import Places, layouts
 from dynajax.engine.processes import Agreement, Processes
 from dynajax.engine.regroup import read
 from dynajax.engine.report import Report, Stopwatch
-from dynajax.engine.shared_memory import SharedMemory
 from dynajax.engine.transport import Transport
 from dynajax.engine.tree import Held, Leaf
 from dynajax.errors import BudgetError, TargetError
 from dynajax.meshes import Topology
 from dynajax.planner import Plan, build_plan
 
-DEFAULT_BUDGET = "64MB"
 Commit = Literal["staged", "safe"]
-Path = Literal["shared memory", "xla"]
-PATHS: tuple[Path, ...] = ("shared memory", "xla")
 
 _log = logging.getLogger(__name__)
 
@@ -67,10 +62,9 @@ def plan_reshard(
     leaves, _, _ = read(tree, shardings, stored)
     places = Places.of_leaves(leaves)
     staged = donate and _checked_commit(commit) == "staged"
-    unique, path = _without_repeats(leaves, places)[0], _checked_path(path, places)
-    return _plan(
-        unique, places, parse_bytes(budget), staged, path, None if topology is None else places.links(topology)
-    )
+    unique, path = _without_repeats(leaves, places)[0], checked_path(path, places)
+    links = None if topology is None else places.links(topology)
+    return plan_within(parse_bytes(budget), unique, places, staged, path, links)
 
 
 def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None, path: Path | None = None) -> None:
@@ -85,16 +79,9 @@ def prepare_reshard(tree: Any, shardings: Any, *, plan: Plan, stored: Any = None
     """
     leaves, _, _ = read(tree, shardings, stored)
     places = Places.of_leaves(leaves)
-    unique, path = _without_repeats(leaves, places)[0], _checked_path(path, places)
+    unique, path = _without_repeats(leaves, places)[0], checked_path(path, places)
     _checked(plan, unique, places, path, safe=False)
-    processes = Processes(places.devices)
-    processes.prepare()
-    transport = _transport(path, places, processes, Stopwatch(), plan.budget, unique)
-    try:
-        for stage in plan.stages:
-            transport.prepare([(plan.moves[k], unique[k]) for k in stage])
-    finally:
-        transport.close()
+    prepare(plan, unique, path, places)
 
 
 def reshard(
@@ -153,9 +140,9 @@ def reshard(
         _refuse_unusable(leaves)
         places, safe = Places.of_leaves(leaves), donate and _checked_commit(commit) == "safe"
         unique, again = _without_repeats(leaves, places)
-        path = _checked_path(path, places)
+        path = checked_path(path, places)
         if plan is None:
-            plan = _plan(unique, places, parse_bytes(budget), donate and not safe, path)
+            plan = plan_within(parse_bytes(budget), unique, places, donate and not safe, path)
         else:
             _checked(plan, unique, places, path, safe)
         # What still runs may have collectives in it, and those of the move must not begin before they are done.
@@ -168,7 +155,7 @@ def reshard(
     report = watch.report(
         plan,
         bytes_by_tier=places.by_tier(plan),
-        peak_extra_bytes=peak_extra(plan, _beside(path, plan.budget, places, unique)),
+        peak_extra_bytes=peak_extra(plan, needed_beside(path, plan.budget, places, unique)),
         leaves=len(leaves),
         path=path,
         commit="staged" if plan.donate else "safe" if safe else "kept",
@@ -192,7 +179,7 @@ def _move(
     snapshot: str | None,
 ) -> dict[int, jax.Array]:
     """Target arrays by leaf index."""
-    transport, share = _transport(path, places, processes, watch, plan.budget, leaves), plan.donate or safe
+    transport, share = transport_of(path, places, processes, watch, plan.budget, leaves), plan.donate or safe
     try:
         if check:
             with watch.phase("verify"):
@@ -208,26 +195,6 @@ def _move(
     return moved
 
 
-def _plan(
-    leaves: list[Leaf], places: Places, budget: int, donate: bool, path: Path, topology: Topology | None = None
-) -> Plan:
-    """A plan whose stages leave room in the budget for what the path needs beside them."""
-    beside = _beside(path, budget, places, leaves)
-    try:
-        at_once = None if path == "xla" else shared_memory.AT_ONCE
-        plan = build_plan(*layouts(leaves, places), budget - beside, donate, topology=topology, at_once=at_once)
-    except BudgetError as error:
-        if not beside:
-            raise
-        raise BudgetError(f"{error}; beside it the exchange needs {beside} bytes ({format_bytes(beside)})") from None
-    return dataclasses.replace(plan, budget=budget)
-
-
-def _beside(path: Path, budget: int, places: Places, leaves: list[Leaf]) -> int:
-    """Bytes that a path needs on every device beside the shards."""
-    return xla.overhead(budget, len(places.devices), leaves) if path == "xla" else 0
-
-
 def _checked(plan: Plan, leaves: list[Leaf], places: Places, path: Path, safe: bool) -> None:
     """Raise if the given plan is not one for these leaves and this way to move them."""
     if safe and plan.donate:
@@ -240,7 +207,7 @@ def _checked(plan: Plan, leaves: list[Leaf], places: Places, path: Path, safe: b
         x and x.key for x in (source.arrays, target.arrays)
     ]:
         raise TargetError("the plan was made for another state or other targets; make a new one with plan_reshard")
-    beside = _beside(path, plan.budget, places, leaves)
+    beside = needed_beside(path, plan.budget, places, leaves)
     if peak_extra(plan, beside) > plan.budget:
         raise BudgetError(
             f"the plan leaves no room in its budget of {format_bytes(plan.budget)} for the {beside} bytes "
@@ -252,24 +219,6 @@ def _checked_commit(commit: Commit) -> Commit:
     if commit not in ("staged", "safe"):
         raise TargetError(f"commit is {commit!r}; give 'staged' or 'safe'")
     return commit
-
-
-def _checked_path(path: Path | None, places: Places) -> Path:
-    """The path to take: the given one, or the fastest that the devices allow."""
-    share_memory = places.are_here and all(device.platform == "cpu" for device in places.devices)
-    if path is None:
-        return "shared memory" if share_memory else "xla"
-    if path not in PATHS:
-        raise TargetError(f"the path is {path!r}; give one of {', '.join(map(repr, PATHS))} or None")
-    if path == "shared memory" and not share_memory:
-        raise TargetError("the devices are not all CPU devices of this process, so share no memory; use path='xla'")
-    return path
-
-
-def _transport(
-    path: Path, places: Places, processes: Processes, watch: Stopwatch, budget: int, leaves: list[Leaf]
-) -> Transport:
-    return xla.Xla(places, processes, watch, budget, leaves) if path == "xla" else SharedMemory(places, watch)
 
 
 def _refuse_unusable(leaves: list[Leaf]) -> None:

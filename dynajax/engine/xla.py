@@ -21,7 +21,7 @@ from dynajax.engine.check import check_moved
 from dynajax.engine.host_view import View, bytes_of
 from dynajax.engine.parcel import Arrival, Parcel, Ranks, element_words, pairs_of
 from dynajax.engine.places import Places, shards_of
-from dynajax.engine.processes import Processes, waiting
+from dynajax.engine.processes import Processes
 from dynajax.engine.programs import Buckets, Devices
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.transport import Stage
@@ -202,7 +202,7 @@ class Xla:
             program = programs.exchange(self._devices, self._buckets)
             told = programs.tell(self._devices, wave.rounds), programs.tell(self._devices, wave.count)
             # Waited for: of two programs with collectives in flight, each may hold threads that the other waits for.
-            with waiting():
+            with self._processes.waiting():
                 self._fill(jax.block_until_ready(program(self._over(self._devices), *told)))
 
     def _unpack(self, cargo: Cargo, turn: int, wave: Wave) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynajax.engine.reshard import PATHS
+from dynajax.engine.paths import PATHS
 
 
 @pytest.fixture(params=PATHS)
