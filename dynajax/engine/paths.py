@@ -79,6 +79,14 @@ def plan_within(
     return dataclasses.replace(plan, budget=budget)
 
 
+def with_fit_budget(plan: Plan, path: Path, leaves: list[Leaf], places: Places) -> Plan:
+    """A plan of a move that keeps its source, with no more budget than it is quicker for: buckets travel whole."""
+    if path != "xla":
+        return plan
+    longest = int(plan.traffic.nbytes.max(initial=0))
+    return dataclasses.replace(plan, budget=min(plan.budget, xla.enough(longest, len(places.devices), leaves)))
+
+
 def needed_beside(path: Path, budget: int, places: Places, leaves: list[Leaf]) -> int:
     """Bytes that a path needs on every device beside the shards."""
     return xla.overhead(budget, len(places.devices), leaves) if path == "xla" else 0

@@ -18,7 +18,7 @@ import jax.tree_util as jtu
 
 from dynajax.bytesize import parse_bytes
 from dynajax.engine.execute import execute, peak_extra
-from dynajax.engine.paths import DEFAULT_BUDGET, Path, checked_path, plan_within, prepare, transport_of
+from dynajax.engine.paths import DEFAULT_BUDGET, Path, checked_path, plan_within, prepare, transport_of, with_fit_budget
 from dynajax.engine.places import Places
 from dynajax.engine.processes import Agreement, Processes
 from dynajax.engine.recipe import Recipes
@@ -70,6 +70,7 @@ class Repeat:
         places = Places.of_leaves(leaves)
         path = checked_path(path, places)
         plan = plan_within(parse_bytes(DEFAULT_BUDGET), leaves, places, False, path)
+        plan = with_fit_budget(plan, path, leaves, places)
         recipes = Recipes(places, donatable=False)
         prepare(plan, leaves, path, places, recipes)
         return Repeat(plan, path, like, before, after, leaves, places, recipes)

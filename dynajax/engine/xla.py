@@ -43,7 +43,7 @@ def buckets_within(budget: int, devices: int) -> Buckets:
     Raises:
         BudgetError: none fit; names the smallest budget that would do.
     """
-    count = 1 << max(devices - 1, 0).bit_length()
+    count = _steps(devices)
     room = budget // (_SHARE * _AREAS * 4 * count)
     if room < _FEWEST_WORDS:
         least = _SHARE * _AREAS * 4 * count * _FEWEST_WORDS
@@ -52,6 +52,18 @@ def buckets_within(budget: int, devices: int) -> Buckets:
             f"{devices} devices; the smallest that has is {least} bytes ({format_bytes(least)})"
         )
     return Buckets(count, min(1 << (room.bit_length() - 1), _MOST_WORDS))
+
+
+def enough(longest: int, devices: int, leaves: Iterable[Leaf]) -> int:
+    """The budget with which larger buckets would have nothing more to carry.
+
+    Args:
+        longest: bytes from one device to another, at most.
+        devices, leaves: as for ``overhead``.
+    """
+    words = max(_FEWEST_WORDS, 1 << max(longest // 4 - 1, 0).bit_length())
+    buckets = Buckets(_steps(devices), words)
+    return _SHARE * max(_AREAS * 4 * buckets.total, _most_copied(leaves, buckets))
 
 
 def overhead(budget: int, devices: int, leaves: Iterable[Leaf] = ()) -> int:
@@ -66,7 +78,7 @@ def overhead(budget: int, devices: int, leaves: Iterable[Leaf] = ()) -> int:
         BudgetError: the budget has no room for that; names one that has.
     """
     buckets = buckets_within(budget, devices)
-    copied = max((_copied(leaf, target, buckets) for leaf in leaves for target in leaf.targets), default=0)
+    copied = _most_copied(leaves, buckets)
     least = _AREAS * 4 * buckets.total + copied
     if least > budget:
         raise BudgetError(
@@ -74,6 +86,15 @@ def overhead(budget: int, devices: int, leaves: Iterable[Leaf] = ()) -> int:
             f"a leaf of small floats beside the buckets of an exchange; {2 * copied} bytes do"
         )
     return least
+
+
+def _steps(devices: int) -> int:
+    """Rounds in which each device meets every other one."""
+    return 1 << max(devices - 1, 0).bit_length()
+
+
+def _most_copied(leaves: Iterable[Leaf], buckets: Buckets) -> int:
+    return max((_copied(leaf, target, buckets) for leaf in leaves for target in leaf.targets), default=0)
 
 
 def _copied(leaf: Leaf, target: Held, buckets: Buckets) -> int:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 import dynajax as dj
 from dynajax.engine import Bundle, Repeat
+from dynajax.engine.paths import Path
 from dynajax.errors import TargetError
 from dynajax.vps import bucket_parts
 
@@ -49,8 +50,8 @@ def _bits(tree: Any) -> list[tuple[int, bytes]]:
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("target", [_on("tp8 reversed", P(None, "tp")), _on("dp2.tp4", P("tp"))])
-def test_every_call_gives_what_a_reshard_gives(dtype: Any, target: NamedSharding) -> None:
-    there = Repeat.of(_source(0, dtype), _tensors(target), stored=_buckets())
+def test_every_call_gives_what_a_reshard_gives(dtype: Any, target: NamedSharding, path: Path) -> None:
+    there = Repeat.of(_source(0, dtype), _tensors(target), stored=_buckets(), path=path)
     back = None
     for seed in range(3):
         tree = _source(seed, dtype)
@@ -61,7 +62,9 @@ def test_every_call_gives_what_a_reshard_gives(dtype: Any, target: NamedSharding
         assert jax.tree.map(lambda x: x.sharding, moved) == _tensors(target)
         assert (report.bytes_moved, report.bytes_by_tier) == (planned.bytes_moved, planned.bytes_by_tier)
         assert report.bytes_moved == report.bytes_lower_bound
-        back = back or Repeat.of(jax.tree.map(_like, moved), _buckets(), stored=_tensors(target))
+        assert (report.path, report.compile_s) == (path, 0)
+        assert report.peak_extra_bytes <= report.budget_bytes
+        back = back or Repeat.of(jax.tree.map(_like, moved), _buckets(), stored=_tensors(target), path=path)
         again, _ = back(moved)
         assert _bits(again) == _bits(dj.reshard(moved, _buckets(), stored=_tensors(target))[0])
 
@@ -91,6 +94,7 @@ def test_what_was_not_planned_for_is_refused() -> None:
     gone[1].delete()
     elsewhere = [tree[0], jax.device_put(tree[1], _on("tp8", P()))]
     cases = [
+        ([tree[0], _like(tree[1])], r"\[1\]: .* ShapeDtypeStruct without data"),
         (gone, r"\[1\]: .* deleted"),
         (elsewhere, r"\[1\]: .* planned for"),
         (_source(0, jnp.bfloat16), r"\[0\]: .*bfloat16"),
