@@ -90,7 +90,7 @@ class GradientPrograms:
             microbatches: the documents of each row, at most ``run.row_multiple`` rows; rows that are missing weigh 0.
         """
         batch = pad_rows(lay_out(microbatches, self.row_length, self.max_segments), self.run.row_multiple)
-        return jax.device_put(self.order.arrange(batch), self.rows)
+        return from_host(self.order.arrange(batch), self.rows)
 
 
 def sums_of(section: Section, number: int, sums: Any) -> Any:
@@ -195,11 +195,22 @@ def abstract_sums(layouts: Sequence[Any], mesh: Mesh) -> dict[str, Any]:
     return gathered([abstract_params(layout, jnp.float32) for layout in layouts]) | {"loss": loss}
 
 
-def zeros_of(shapes: Any) -> jax.stages.Compiled:
-    """A program that makes zeros like ``ShapeDtypeStruct`` leaves."""
+def zeros_of(shapes: Any) -> Callable[[], Any]:
+    """What makes zeros like ``ShapeDtypeStruct`` leaves, without shards where no device is of this process."""
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    if not all(sharding.addressable_devices for sharding in jax.tree.leaves(shardings)):
+        return lambda: jax.tree.map(
+            lambda x: jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype), shapes
+        )
     made = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=shardings)
     return made.lower().compile()
+
+
+def from_host(tree: Any, sharding: NamedSharding) -> Any:
+    """Numpy arrays that every process has, on the devices: each process fills its own, and asks no other."""
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype), tree
+    )
 
 
 def gathered(owned: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,21 +1,28 @@
-"""A pipeline among others: its links to the optimizer layout and its compiled programs, on devices of its own."""
+"""A pipeline among others: its links to the optimizer layout and its compiled programs, on devices of its own.
+
+All processes of a job pull for it and push, in one order. Only those that have devices of it run its programs; to the
+others its sums are arrays of which they have no shard.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.data import Segment
 from dynajax.engine import Report
-from dynajax.runtime.gradients import GradientPrograms, abstract_sums, sums_of, zeros_of
+from dynajax.runtime.gradients import GradientPrograms, abstract_sums, from_host, sums_of, zeros_of
 from dynajax.runtime.links import Link
 from dynajax.runtime.propagation import Propagation
 from dynajax.runtime.sections import Section, sections_of
+
+_AT_ONCE = 4
+"""Passes in flight of a pipeline over several processes: their programs hold threads while they wait for each other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,14 +35,14 @@ class PipelineRunner:
         sections: of the model.
         links: of each section to the optimizer layout.
         zeros: makes the sums that gradients are added to.
-        programs: by row length.
+        programs: by row length; none where no device is of this process.
     """
 
     run: Propagation
     mesh: Mesh
     sections: tuple[Section, ...]
     links: tuple[Link, ...]
-    zeros: jax.stages.Compiled
+    zeros: Callable[[], Any]
     programs: Mapping[int, GradientPrograms]
 
     @staticmethod
@@ -52,8 +59,14 @@ class PipelineRunner:
         sections = sections_of(run)
         links = tuple(Link.of(section, run.config.layers, flat, mesh, run.dtype) for section in sections)
         sums = abstract_sums([link.propagation for link in links], mesh)
-        compiled = {n: GradientPrograms.compiled(run, mesh, sections, sums, n, max_segments) for n in row_lengths}
+        lengths = row_lengths if mesh.local_devices else ()
+        compiled = {n: GradientPrograms.compiled(run, mesh, sections, sums, n, max_segments) for n in lengths}
         return PipelineRunner(run, mesh, sections, links, zeros_of(sums), compiled)
+
+    @property
+    def is_here(self) -> bool:
+        """True if this process has devices of it."""
+        return bool(self.mesh.local_devices)
 
     def pull(self, params: Any, section: int) -> tuple[Any, Report]:
         """Parameters of a section as this pipeline computes with them, from the optimizer layout."""
@@ -73,13 +86,14 @@ class PipelineRunner:
             scale: what each loss is multiplied by in the gradients.
         """
         at_once, calls = self.run.row_multiple, []
-        ordered = sorted(rows, key=lambda row: -row[0])
+        ordered = sorted(rows, key=lambda row: -row[0]) if self.is_here else []
         for start in range(0, len(ordered), at_once):
             call = ordered[start : start + at_once]
             programs = self.programs[call[0][0]]
             calls.append(_Call(programs, programs.batch([segments for _, segments in call])))
-        factor = jax.device_put(jnp.float32(scale), NamedSharding(self.mesh, PartitionSpec()))
-        return Passes(self.sections, calls, factor, self.zeros())
+        factor = from_host(np.asarray(scale, np.float32), NamedSharding(self.mesh, PartitionSpec()))
+        spans = len({device.process_index for device in self.mesh.devices.flat}) > 1
+        return Passes(self.sections, calls, factor, self.zeros(), _AT_ONCE if spans else len(calls))
 
 
 class Passes:
@@ -90,26 +104,38 @@ class Passes:
         calls: their micro-batches.
         scale: float32[], what each loss is multiplied by in the gradients.
         sums: zeros.
+        at_once: passes that may be in flight.
 
     Attributes:
         sums: gradients by part of the tree of parameters, "blocks" by section, and "loss".
+        left: micro-batches whose passes are not begun.
     """
 
-    def __init__(self, sections: Sequence[Section], calls: Sequence[_Call], scale: jax.Array, sums: Any) -> None:
-        self._sections, self._calls, self._scale, self.sums = sections, calls, scale, sums
+    def __init__(
+        self, sections: Sequence[Section], calls: Sequence[_Call], scale: jax.Array, sums: Any, at_once: int
+    ) -> None:
+        self._sections, self._scale, self._at_once = sections, scale, at_once
+        self.sums, self.left = sums, list(calls)
         self._params: dict[str, Any] = {"blocks": []}
 
     def run(self, pulled: Any) -> None:
-        """Begin to compute with the parameters of the next section, and of all passes with those of the last."""
+        """Begin to compute with the parameters of the next section, and of all passes with those of the last.
+
+        Of more passes than may be in flight some are ``left``.
+        """
         number = len(self._params["blocks"])
         self._params |= pulled | {"blocks": [*self._params["blocks"], pulled["blocks"]]}
-        first, *others = self._calls
-        self._forward(first, number)
-        if number < len(self._sections) - 1:
-            return
-        self._backward(first)
-        for call in others:
-            for section in range(len(self._sections)):
+        if number == len(self._sections) - 1:
+            self.run_more()
+        else:
+            for call in self.left[:1]:
+                self._forward(call, number)
+
+    def run_more(self) -> None:
+        """Begin as many of the passes that are left as may be in flight; those before have to be done."""
+        begun, self.left = self.left[: self._at_once], self.left[self._at_once :]
+        for call in begun:
+            for section in range(len(call.kept), len(self._sections)):  # the first has begun while the last was pulled
                 self._forward(call, section)
             self._backward(call)
 

@@ -3,7 +3,9 @@
 Pipelines are dispatched without waiting for one another, the one that will take longest first, and each section of a
 model as soon as its parameters are there: while it computes, the next section is pulled, then other pipelines' ones.
 While pipelines still compute, gradients that are done are pushed, the last section's first. Who comes when follows from
-the plan alone, never from who is ready first, so that all processes of a job would go through the same order.
+the plan alone, never from who is ready first, so that all processes of a job go through the same order. They agree on
+the plan; each then pulls and pushes for all pipelines, and runs the programs of those that it has devices of. What only
+these know, a loss and how long it took, they tell the others in the end.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +21,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from numpy.typing import NDArray
 
 from dynajax.balance import IterationPlan, PipelineFill, PlanAhead, Planner, short_text
 from dynajax.data import DocumentBatch, DocumentSteps, Segment
+from dynajax.engine.processes import Agreement, Processes
 from dynajax.meshes import Placement
 from dynajax.runtime.flat import Span, add_section
 from dynajax.runtime.gradients import zeros_of
@@ -35,6 +40,7 @@ from dynajax.train.step import Event, Outcome, apply_gradients, wait_ready
 _log = logging.getLogger(__name__)
 _PLANS_AHEAD = 2
 _PATIENCE_S = 60.0
+_STEPPING = "take different steps; give the same documents, strategies, costs and state to every process"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +55,7 @@ class FlatPrograms:
     """
 
     cast: jax.stages.Compiled
-    zeros: jax.stages.Compiled
+    zeros: Callable[[], Any]
     add: Mapping[Span, jax.stages.Compiled]
     update: jax.stages.Compiled
 
@@ -104,42 +110,59 @@ class DocumentStep:
         flat: FlatPrograms,
     ) -> None:
         self.place, self.layout = place, layout
-        self._plans, self._runners, self._flat = _Plans(planner, data), runners, flat
+        self._processes = Processes.of(layout)
+        self._processes.prepare()
+        self._plans, self._runners, self._flat = _Plans(planner, data, self._processes), runners, flat
 
     def __call__(self, state: TrainState, batch: DocumentBatch, *, deadline_s: float) -> Outcome:
         """The state after one step on the documents of ``batch``, and the loss before it; consumes ``state``.
 
         Raises:
-            DeadlineError: the step is not done in time.
+            DeadlineError: the step is not done in time, or another process did not come to it, or died.
             BalanceError: no strategy holds the longest document.
+            AgreementError: processes were about to take different steps.
         """
-        plan, log = self._plans.take(int(state.cursor)), _Log()
-        scale = 1 / max(batch.num_targets, 1)
-        passes = [
-            _Pass(number, self._runners[where], fill, batch.segments)
-            for number, (where, fill) in enumerate(
-                zip(self.place.pipelines(plan.candidate), plan.pipelines, strict=True)
-            )
-        ]
-        by_end = sorted((p for p in passes if p.fill.microbatches), key=lambda p: p.fill.ms)
-        params, grads = self._flat.cast(state.params), self._flat.zeros()
-        for one in reversed(by_end):
-            one.start(params, scale, log)
-        for one in by_end:
-            for span, pushed in one.finish(deadline_s, log):
-                grads = self._flat.add[span](grads, pushed)
-        with log.event("update"):
-            after = self._flat.update(state, grads)
-            wait_ready(after, f"the update under {self.place}", deadline_s)
-        loss = sum(one.loss for one in passes) * scale
-        return Outcome(after, loss, short_text(plan.strategy), tuple(p.share for p in passes), tuple(log.events))
+        with self._processes.waiting("the step"):
+            plan, passes = self._agreed(state, batch)
+            log, scale = _Log(), 1 / max(batch.num_targets, 1)
+            by_end = sorted((p for p in passes if p.fill.microbatches), key=lambda p: p.fill.ms)
+            params, grads = self._flat.cast(state.params), self._flat.zeros()
+            for one in reversed(by_end):
+                one.start(params, scale, log)
+            for one in reversed(by_end):
+                one.go_on(deadline_s, log)
+            for one in by_end:
+                for span, pushed in one.finish(deadline_s, log):
+                    grads = self._flat.add[span](grads, pushed)
+            losses, busy = self._told([one.loss for one in passes], [one.busy_s for one in passes])
+            with log.event("update"):
+                after = self._flat.update(state, grads)
+                wait_ready(after, f"the update under {self.place}", deadline_s)
+        shares = tuple(one.share(busy_s) for one, busy_s in zip(passes, busy.tolist(), strict=True))
+        return Outcome(after, float(losses.sum() * scale), short_text(plan.strategy), shares, tuple(log.events))
+
+    def _agreed(self, state: TrainState, batch: DocumentBatch) -> tuple[IterationPlan, list[_Pass]]:
+        """The plan that all processes go by, and what its pipelines do."""
+        with Agreement(self._processes, _STEPPING) as agreement:
+            cursor = int(state.cursor)
+            plan = self._plans.take(cursor)
+            where = self.place.pipelines(plan.candidate)
+            agreement.on(lambda: (cursor, where, plan.digest, [fill.ms for fill in plan.pipelines]))
+        fills = enumerate(zip(where, plan.pipelines, strict=True))
+        return plan, [_Pass(n, self._runners[place], fill, batch.segments) for n, (place, fill) in fills]
+
+    def _told(self, *known: list[float]) -> NDArray[np.float64]:
+        """Rows of numbers, the same in all processes: each knows those of its pipelines, and has 0 for others."""
+        bits = np.asarray(known, np.float64).view(np.uint64)
+        told = self._processes.known_to_any(bits.ravel())
+        return told.view(np.float64).reshape(bits.shape)
 
 
 class _Plans:
     """The plan of each step, made while an earlier one runs; steps may be asked for from any number on."""
 
-    def __init__(self, planner: Planner, data: DocumentSteps) -> None:
-        self._planner, self._data = planner, data
+    def __init__(self, planner: Planner, data: DocumentSteps, processes: Processes) -> None:
+        self._planner, self._data, self._processes = planner, data, processes
         self._ahead: PlanAhead | None = None
         self._first = self._next = 0
 
@@ -148,7 +171,11 @@ class _Plans:
             if self._ahead is not None:
                 self._ahead.close()
             self._ahead = PlanAhead(
-                self._planner, lambda n: self._data.lengths(step + n), depth=_PLANS_AHEAD, patience_s=_PATIENCE_S
+                self._planner,
+                lambda n: self._data.lengths(step + n),
+                depth=_PLANS_AHEAD,
+                patience_s=_PATIENCE_S,
+                agree=self._all_are,
             )
             self._first = step
         self._next = step + 1
@@ -157,9 +184,13 @@ class _Plans:
             _log.warning("step %d: %s", step, taken.note)
         return taken.plan
 
+    def _all_are(self, ready: bool) -> bool:
+        """Whether all processes have their plan."""
+        return bool(self._processes.gather(np.asarray([ready], np.uint32)).all())
+
 
 class _Pass:
-    """What one pipeline does in one step.
+    """What one pipeline does in one step, as far as it is here: without devices of it there is no loss, and no time.
 
     Args:
         number: of the pipeline in its strategy.
@@ -169,11 +200,11 @@ class _Pass:
     """
 
     def __init__(self, number: int, runner: PipelineRunner, fill: PipelineFill, segments: Sequence[Segment]) -> None:
-        self.number, self.fill, self.loss = number, fill, 0.0
+        self.number, self.fill, self.loss, self.busy_s = number, fill, 0.0, 0.0
         self._runner, self._segments = runner, segments
         self._passes: Passes | None = None
         self._watcher: threading.Thread | None = None
-        self._began_s = self._ended_s = 0.0
+        self._began_s = 0.0
         self._moved = [0, 0]
 
     def start(self, params: Any, scale: float, log: _Log) -> None:
@@ -187,8 +218,20 @@ class _Pass:
             with log.event("dispatch", self.number, section):
                 self._began_s = self._began_s or log.now
                 passes.run(pulled)
-        self._watcher = threading.Thread(target=self._watch, args=(passes.sums, log), daemon=True)
-        self._watcher.start()
+        self._watch_end(log)
+
+    def go_on(self, deadline_s: float, log: _Log) -> None:
+        """Dispatch what was too much to be in flight at once.
+
+        Raises:
+            DeadlineError: what is in flight is not done in time.
+        """
+        assert self._passes is not None
+        while self._passes.left:
+            wait_ready(self._passes.sums, self._name, deadline_s)
+            with log.event("dispatch", self.number):
+                self._passes.run_more()
+            self._watch_end(log)
 
     def finish(self, deadline_s: float, log: _Log) -> Iterator[tuple[Span, Any]]:
         """Wait for the gradients of one section after the other, the last first, and push them to the optimizer.
@@ -197,28 +240,39 @@ class _Pass:
             DeadlineError: they are not there in time.
         """
         assert self._passes is not None
-        assert self._watcher is not None
-        sums, name = self._passes.sums, f"pipeline {self.number} ({self.fill.pipeline})"
+        sums = self._passes.sums
         for number, section in reversed(list(enumerate(self._runner.sections))):
-            wait_ready(section.own(sums, number), name, deadline_s)
+            wait_ready(section.own(sums, number), self._name, deadline_s)
             with log.event("push", self.number, number):
                 pushed, report = self._runner.push(sums, number)
             self._moved[1] += report.bytes_moved
             yield section.span, pushed
-        self.loss = float(sums["loss"])
-        self._watcher.join()  # it waits for what is there by now
+        if self._watcher is not None:
+            self.loss = float(sums["loss"])
+            self._watcher.join()  # it waits for what is there by now
         self._passes = self._watcher = None
+
+    @property
+    def _name(self) -> str:
+        return f"pipeline {self.number} ({self.fill.pipeline})"
+
+    def _watch_end(self, log: _Log) -> None:
+        """Once all is dispatched, see when it is done."""
+        assert self._passes is not None
+        if self._runner.is_here and not self._passes.left:
+            self._watcher = threading.Thread(target=self._watch, args=(self._passes.sums, log), daemon=True)
+            self._watcher.start()
 
     def _watch(self, sums: Any, log: _Log) -> None:
         """Write down when all is computed: in a thread of its own, since pushes of other pipelines block."""
         with suppress(RuntimeError):  # raised where the sums are pushed
             jax.block_until_ready(sums)
-        self._ended_s = log.now
-        log.events.append(Event("compute", self.number, None, self._began_s, self._ended_s))
+        ended_s = log.now
+        self.busy_s = ended_s - self._began_s
+        log.events.append(Event("compute", self.number, None, self._began_s, ended_s))
 
-    @property
-    def share(self) -> PipelineShare:
-        """What the pipeline did."""
+    def share(self, busy_s: float) -> PipelineShare:
+        """What the pipeline did; ``busy_s`` are those of the process that took longest."""
         fill = self.fill
         return PipelineShare(
             str(fill.pipeline),
@@ -226,7 +280,7 @@ class _Pass:
             sum(len(mb.sequences) for mb in fill.microbatches),
             sum(mb.tokens for mb in fill.microbatches),
             len(fill.microbatches),
-            self._ended_s - self._began_s,
+            busy_s,
             *self._moved,
         )
 

@@ -101,6 +101,9 @@ class DocumentJob(Job[Candidates]):
         for index in range(len(found.strategies)):
             for pipeline in found.pipelines(index):
                 require_fit(self.model, pipeline, len(self.devices))
+        idle = {d.process_index for d in self.devices} - {self.devices[n].process_index for n in found.devices}
+        if idle:
+            raise StrategyError(f"{found} has no device of the processes {sorted(idle)}; take some of each process")
         self.planner(found)
         return found
 
