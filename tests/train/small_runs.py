@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from dynajax import models
-from dynajax.data import Batches, MemoryDocuments
+from dynajax.data import Batch, Batches, DocumentSteps, MemoryDocuments
 from dynajax.meshes import Placement
 from dynajax.train import Trainer, TrainState
 from dynajax.train.rows import RowJob
@@ -80,12 +80,14 @@ def reference_losses(steps: int, optimizer: optax.GradientTransformation | None 
 
 
 def train_on_one_device(
-    model: models.LlamaConfig, optimizer: optax.GradientTransformation, steps: int
+    model: models.LlamaConfig, optimizer: optax.GradientTransformation, steps: int, batches: Any = None
 ) -> tuple[list[float], list[Any]]:
     """Losses of each step and parameters after it in plain JAX: no shardings, no donation, no filler rows, every expert
     run on every token.
+
+    ``batches`` are by step, those of ``data()`` by default.
     """
-    batches, run = data(), models.Execution(experts=models.dense_experts)
+    batches, run = data() if batches is None else batches, models.Execution(experts=models.dense_experts)
     params = models.init(model, jax.random.split(jax.random.key(0))[0])
     opt_state, losses, after = optimizer.init(params), [], []
 
@@ -106,6 +108,21 @@ def train_on_one_device(
         losses.append(float(value))
         after.append(jax.tree.map(np.asarray, params))
     return losses, after
+
+
+def one_a_row(documents: DocumentSteps, steps: int) -> list[Batch]:
+    """The documents of each step, each in a row of its own; as many rows in all steps."""
+    taken = [documents[number].segments for number in range(steps)]
+    batches, shape = [], (max(map(len, taken)), documents.longest)
+    positions = np.broadcast_to(np.arange(documents.longest, dtype=np.int32), shape)
+    for segments in taken:
+        tokens, targets, inside = (np.zeros(shape, np.int32) for _ in range(3))
+        for row, segment in enumerate(segments):
+            tokens[row, : segment.length] = segment.text[: segment.length]
+            targets[row, : segment.text.size - 1] = segment.text[1:]
+            inside[row, : segment.length] = 1
+        batches.append(Batch(tokens, targets, (targets > 0) * np.float32(1), inside, positions, 1))
+    return batches
 
 
 def largest_difference(losses: list[float], wanted: list[float]) -> float:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from train.small_runs import bits, largest_difference
+from train.small_runs import bits, largest_difference, one_a_row, train_on_one_device
 from train.test_trainer import compilations
 
 from dynajax import models
@@ -58,33 +58,7 @@ def trainer(strategy: str, *, max_segments: int = 8, data: DocumentSteps | None 
 @cache
 def reference(steps: int) -> tuple[list[float], list[Any]]:
     """Losses and parameters of plain JAX on one device, each document a row of its own."""
-    data, opt = documents(), optimizer()
-    params = models.init(MODEL, jax.random.split(jax.random.key(0))[0])
-    opt_state, losses, after = opt.init(params), [], []
-
-    def loss(params: Any, tokens: jax.Array, targets: jax.Array, inside: jax.Array) -> jax.Array:
-        positions = jnp.broadcast_to(jnp.arange(LONGEST), tokens.shape)
-        logits = models.forward(MODEL, params, tokens, inside, positions)
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
-        weights = (targets > 0) * 1.0
-        return -(chosen * weights).sum() / weights.sum()
-
-    @jax.jit
-    def step(params: Any, opt_state: Any, *batch: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, *batch)
-        updates, opt_state = opt.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    for number in range(steps):
-        rows = np.zeros((3, 110, LONGEST), np.int32)
-        for row, segment in enumerate(data[number].segments):
-            rows[0, row, : segment.length] = segment.text[: segment.length]
-            rows[1, row, : segment.text.size - 1] = segment.text[1:]
-            rows[2, row, : segment.length] = 1
-        params, opt_state, value = step(params, opt_state, *rows)
-        losses.append(float(value))
-        after.append(jax.tree.map(np.asarray, params))
-    return losses, after
+    return train_on_one_device(MODEL, optimizer(), steps, one_a_row(documents(), steps))
 
 
 @cache
