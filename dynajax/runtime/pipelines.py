@@ -21,9 +21,6 @@ from dynajax.runtime.links import Link
 from dynajax.runtime.propagation import Propagation
 from dynajax.runtime.sections import Section, sections_of
 
-_AT_ONCE = 4
-"""Passes in flight of a pipeline over several processes: their programs hold threads while they wait for each other."""
-
 
 @dataclass(frozen=True, eq=False)
 class PipelineRunner:
@@ -92,8 +89,8 @@ class PipelineRunner:
             programs = self.programs[call[0][0]]
             calls.append(_Call(programs, programs.batch([segments for _, segments in call])))
         factor = from_host(np.asarray(scale, np.float32), NamedSharding(self.mesh, PartitionSpec()))
-        spans = len({device.process_index for device in self.mesh.devices.flat}) > 1
-        return Passes(self.sections, calls, factor, self.zeros(), _AT_ONCE if spans else len(calls))
+        pulled_by_programs = any(link.pulls.path == "xla" for link in self.links)
+        return Passes(self.sections, calls, factor, self.zeros(), hold=pulled_by_programs)
 
 
 class Passes:
@@ -104,7 +101,7 @@ class Passes:
         calls: their micro-batches.
         scale: float32[], what each loss is multiplied by in the gradients.
         sums: zeros.
-        at_once: passes that may be in flight.
+        hold: whether all passes but the first are to wait for ``run_rest``.
 
     Attributes:
         sums: gradients by part of the tree of parameters, "blocks" by section, and "loss".
@@ -112,32 +109,37 @@ class Passes:
     """
 
     def __init__(
-        self, sections: Sequence[Section], calls: Sequence[_Call], scale: jax.Array, sums: Any, at_once: int
+        self, sections: Sequence[Section], calls: Sequence[_Call], scale: jax.Array, sums: Any, *, hold: bool
     ) -> None:
-        self._sections, self._scale, self._at_once = sections, scale, at_once
+        self._sections, self._scale, self._hold = sections, scale, hold
         self.sums, self.left = sums, list(calls)
         self._params: dict[str, Any] = {"blocks": []}
 
     def run(self, pulled: Any) -> None:
         """Begin to compute with the parameters of the next section, and of all passes with those of the last.
 
-        Of more passes than may be in flight some are ``left``.
+        Pulls that are programs come after what their devices were given before. So that others need not wait for the
+        whole of this pipeline, only its first pass is begun then.
         """
         number = len(self._params["blocks"])
         self._params |= pulled | {"blocks": [*self._params["blocks"], pulled["blocks"]]}
-        if number == len(self._sections) - 1:
-            self.run_more()
-        else:
-            for call in self.left[:1]:
-                self._forward(call, number)
+        for call in self.left[:1]:
+            self._forward(call, number)
+        if number < len(self._sections) - 1:
+            return
+        for call in self.left[:1]:
+            self._backward(call)
+        self.left = self.left[1:]
+        if not self._hold:
+            self.run_rest()
 
-    def run_more(self) -> None:
-        """Begin as many of the passes that are left as may be in flight; those before have to be done."""
-        begun, self.left = self.left[: self._at_once], self.left[self._at_once :]
-        for call in begun:
-            for section in range(len(call.kept), len(self._sections)):  # the first has begun while the last was pulled
+    def run_rest(self) -> None:
+        """Begin the passes that are left."""
+        for call in self.left:
+            for section in range(len(self._sections)):
                 self._forward(call, section)
             self._backward(call)
+        self.left = []
 
     def _forward(self, call: _Call, number: int) -> None:
         section, programs = self._sections[number], call.programs.sections[number]

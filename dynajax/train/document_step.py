@@ -2,6 +2,7 @@
 
 Pipelines are dispatched without waiting for one another, the one that will take longest first, and each section of a
 model as soon as its parameters are there: while it computes, the next section is pulled, then other pipelines' ones.
+(Pulls that are programs wait for what their devices have to do: then only the first passes are dispatched before them.)
 While pipelines still compute, gradients that are done are pushed, the last section's first. Who comes when follows from
 the plan alone, never from who is ready first, so that all processes of a job go through the same order. They agree on
 the plan; each then pulls and pushes for all pipelines, and runs the programs of those that it has devices of. What only
@@ -130,7 +131,7 @@ class DocumentStep:
             for one in reversed(by_end):
                 one.start(params, scale, log)
             for one in reversed(by_end):
-                one.go_on(deadline_s, log)
+                one.go_on(log)
             for one in by_end:
                 for span, pushed in one.finish(deadline_s, log):
                     grads = self._flat.add[span](grads, pushed)
@@ -208,7 +209,7 @@ class _Pass:
         self._moved = [0, 0]
 
     def start(self, params: Any, scale: float, log: _Log) -> None:
-        """Pull section by section, and dispatch all micro-batches."""
+        """Pull section by section, and dispatch all micro-batches that do not keep other pipelines waiting."""
         rows = [(mb.padded, [self._segments[n] for n in mb.sequences]) for mb in self.fill.microbatches]
         passes = self._passes = self._runner.begin(rows, scale)
         for section in range(len(self._runner.sections)):
@@ -220,17 +221,12 @@ class _Pass:
                 passes.run(pulled)
         self._watch_end(log)
 
-    def go_on(self, deadline_s: float, log: _Log) -> None:
-        """Dispatch what was too much to be in flight at once.
-
-        Raises:
-            DeadlineError: what is in flight is not done in time.
-        """
+    def go_on(self, log: _Log) -> None:
+        """Dispatch the micro-batches that were held back until all pipelines have begun."""
         assert self._passes is not None
-        while self._passes.left:
-            wait_ready(self._passes.sums, self._name, deadline_s)
+        if self._passes.left:
             with log.event("dispatch", self.number):
-                self._passes.run_more()
+                self._passes.run_rest()
             self._watch_end(log)
 
     def finish(self, deadline_s: float, log: _Log) -> Iterator[tuple[Span, Any]]:
@@ -240,9 +236,9 @@ class _Pass:
             DeadlineError: they are not there in time.
         """
         assert self._passes is not None
-        sums = self._passes.sums
+        sums, name = self._passes.sums, f"pipeline {self.number} ({self.fill.pipeline})"
         for number, section in reversed(list(enumerate(self._runner.sections))):
-            wait_ready(section.own(sums, number), self._name, deadline_s)
+            wait_ready(section.own(sums, number), name, deadline_s)
             with log.event("push", self.number, number):
                 pushed, report = self._runner.push(sums, number)
             self._moved[1] += report.bytes_moved
@@ -251,10 +247,6 @@ class _Pass:
             self.loss = float(sums["loss"])
             self._watcher.join()  # it waits for what is there by now
         self._passes = self._watcher = None
-
-    @property
-    def _name(self) -> str:
-        return f"pipeline {self.number} ({self.fill.pipeline})"
 
     def _watch_end(self, log: _Log) -> None:
         """Once all is dispatched, see when it is done."""

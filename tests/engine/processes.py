@@ -24,12 +24,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import dynajax as dj
 from dynajax.engine import Bundle, Stored, prepare_reshard, xla
-from dynajax.errors import DynajaxError
 from dynajax.meshes import Tier, Topology
 from dynajax.vps import bucket_parts
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from engine.states import assert_same_bits, bytes_not_held, is_key, live_bytes
+from started import join, raised
 
 P = PartitionSpec
 BUDGET = "64KB"
@@ -324,15 +324,6 @@ def random_switches() -> None:
         assert_same_bits(state, want)
 
 
-def raised(call: Callable[[], Any]) -> str:
-    """The error of a call, which has to raise one."""
-    try:
-        call()
-    except DynajaxError as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("no error")
-
-
 def disagreements() -> list[str]:
     """What only one process does otherwise, or cannot do, is an error in all of them before anything moves."""
     rank = jax.process_index()
@@ -407,12 +398,11 @@ CASES: list[Callable[[], list[str] | None]] = [
 ]  # fmt: skip
 
 
-def main(address: str, count: int, rank: int, what: str) -> None:
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.distributed.initialize(address, count, rank, initialization_timeout=60)
+def main(address: str, count: str, rank: str, what: str) -> None:
+    join(address, count, rank)
     cases = CASES if what == "moves" else [absences]
     print(json.dumps({case.__name__: case() for case in cases}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(*sys.argv[1:])

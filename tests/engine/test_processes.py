@@ -3,52 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine.processes import WAIT_S
+from started import run_processes
 
 SCRIPT = Path(__file__).with_name("processes.py")
 PROCESSES = 3
-ALL_OF_IT_S, ONE_WAIT_S = 180, 20
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def _run(processes: int, cases: str, wait_s: int) -> list[str]:
-    """What some processes print, of which each waits so long for the others."""
-    environment = dict(os.environ)
-    environment["XLA_FLAGS"] += f" --xla_cpu_collective_timeout_seconds={wait_s}"
-    command = [sys.executable, str(SCRIPT), f"127.0.0.1:{_free_port()}", str(processes)]
-    running = [
-        subprocess.Popen(
-            [*command, str(rank), cases], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for rank in range(processes)
-    ]
-    try:
-        ends = [process.communicate(timeout=ALL_OF_IT_S) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    errors = "\n".join(f"process {rank}: {error[-1500:]}" for rank, (_, error) in enumerate(ends))
-    assert [process.returncode for process in running] == [0] * processes, errors
-    return [out for out, _ in ends]
+ONE_WAIT_S = 20
 
 
 @pytest.fixture(scope="module")
 def said() -> list[dict[str, Any]]:
     """What each process says of the moves."""
-    return [json.loads(out.splitlines()[-1]) for out in _run(PROCESSES, "moves", ONE_WAIT_S)]
+    return [json.loads(out.splitlines()[-1]) for out in run_processes(SCRIPT, PROCESSES, "moves", wait_s=ONE_WAIT_S)]
 
 
 def test_every_move_between_processes_is_right(said: list[dict[str, Any]]) -> None:
@@ -83,7 +53,7 @@ def test_what_changed_on_its_way_is_found_by_all(said: list[dict[str, Any]]) -> 
 
 
 def test_a_process_that_does_not_come_or_dies_is_an_error_after_the_deadline() -> None:
-    present, absent = _run(2, "absences", WAIT_S)
+    present, absent = run_processes(SCRIPT, 2, "absences", wait_s=WAIT_S)
     assert "{" not in absent
     for message in json.loads(present.splitlines()[-1])["absences"]:
         assert message.startswith("DeadlineError: another process of the move did not come, or died")
