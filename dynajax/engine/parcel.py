@@ -104,7 +104,7 @@ class Arrival:
 class Parcel:
     """What of a tensor goes from one array to another: from one of its sources, or on from one of its targets.
 
-    A tensor that is alone in its arrays is one parcel. Of others, what is passed on is parcels of its own.
+    A tensor with an array of its own before and after is one parcel. Of others, what is passed on is parcels of its own.
 
     Attributes:
         copies: its rows of the move's copies, with offsets in these two arrays.
@@ -124,8 +124,8 @@ class Parcel:
         self.copies, self.turns, self.geometry = pair.copies, pair.turns, pair.geometry
         self.source, self.target, self._places = pair.source, pair.target, places
         self.is_alone = (
-            leaf.is_alone or (not isinstance(pair.source, Arrival) and pair.source.tensors == 1),
-            leaf.is_alone,
+            leaf.has_own_arrays or (not isinstance(pair.source, Arrival) and pair.source.tensors == 1),
+            leaf.has_own_arrays,
         )
         _, inner = private.physical_element(leaf.sources[0].array.dtype)
         if isinstance(self.source, Arrival):
@@ -171,7 +171,7 @@ class Pair:
 def pairs_of(move: Move, leaf: Leaf, targets: Sequence[Arrival]) -> Iterator[Pair]:
     """The pairs of arrays of a tensor that something goes between; ``targets`` are those of ``leaf.targets``."""
     c, turns = move.copies, move.copies.turns
-    if leaf.is_alone:
+    if leaf.has_own_arrays:
         yield Pair(leaf.sources[0], targets[0], c, turns, (id(move.route),))
         return
     into, target_offset = located(leaf.targets, c.target_offset)

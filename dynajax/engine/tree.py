@@ -122,8 +122,13 @@ class Leaf:
 
     @property
     def is_alone(self) -> bool:
-        """True if one array stores the tensor and nothing else, before and after."""
+        """True if one array stores the tensor as one whole and nothing else, before and after."""
         return all(len(ends) == 1 and isinstance(ends[0].stored, Stored) for ends in (self.sources, self.targets))
+
+    @property
+    def has_own_arrays(self) -> bool:
+        """True if one array stores the tensor and nothing else, before and after, whole or in parts."""
+        return all(len(ends) == 1 and ends[0].tensors == 1 for ends in (self.sources, self.targets))
 
     @property
     def index(self) -> int:

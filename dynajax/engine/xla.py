@@ -101,7 +101,7 @@ def _copied(leaf: Leaf, target: Held, buckets: Buckets) -> int:
     """Bytes of a target shard that is copied once more, 0 if it is not."""
     dtype, inner = private.physical_element(leaf.sources[0].array.dtype)
     words, elements = element_words(dtype), target.room * math.prod(inner)
-    crated = leaf.is_alone and is_small(words.count(elements), buckets)
+    crated = leaf.has_own_arrays and is_small(words.count(elements), buckets)
     return 0 if crated or words.carrier == words else elements * dtype.itemsize
 
 

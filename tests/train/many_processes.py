@@ -1,7 +1,7 @@
 """One of several processes that train on documents: ``python many_processes.py ADDRESS COUNT RANK REFERENCE``.
 
-Run by test_many_processes.py. Each has two devices; pipelines lie in one process or across two. All take the same steps,
-and print a line of JSON with what each says of them. The last one dies in the middle of a step more.
+Run by test_many_processes.py. Each has two devices; pipelines lie in one process or across two. All take the same
+steps, and print a line of JSON with what each says of them. The last one dies in the middle of a step more.
 """
 
 from __future__ import annotations
