@@ -104,7 +104,7 @@ class Arrival:
 class Parcel:
     """What of a tensor goes from one array to another: from one of its sources, or on from one of its targets.
 
-    A tensor with an array of its own before and after is one parcel. Of others, what is passed on is parcels of its own.
+    A tensor with arrays of its own before and after is one parcel. Of others, what is passed on is parcels of its own.
 
     Attributes:
         copies: its rows of the move's copies, with offsets in these two arrays.

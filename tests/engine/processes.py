@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import dynajax as dj
-from dynajax.engine import Bundle, Stored, prepare_reshard, xla
+from dynajax.engine import Bundle, Repeat, Stored, prepare_reshard, xla
 from dynajax.meshes import Tier, Topology
 from dynajax.vps import bucket_parts
 
@@ -349,6 +349,24 @@ def disagreements() -> list[str]:
     return found
 
 
+def repeats() -> list[str]:
+    """A move planned once is right every time, and what one process planned otherwise is an error in all."""
+    rank, start, end = jax.process_index(), layout("two processes", values()), layout("the last", values())
+
+    def stand_in(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    like = jax.tree.map(stand_in, values(), start)
+    move = Repeat.of(like, end)
+    for seed in range(3):
+        moved, report = move(put(values(seed), start, absent=True))
+        assert_same_bits(moved, values(seed))
+        assert report.bytes_moved == report.bytes_lower_bound == bytes_not_held(values(seed), start, end)
+        assert report.compile_s == 0
+    other = Repeat.of(like, layout("rows", values()) if rank == 1 else end)
+    return [raised(lambda: other(put(values(), start)))]
+
+
 def changed_bytes() -> list[str]:
     """A byte that changes on its way to process 1 is found by all, and so are replicas that differ."""
     want = {"a": np.arange(96, dtype=np.float32), "b": np.arange(24, dtype=np.int32)}
@@ -394,7 +412,7 @@ def absences() -> list[str]:
 
 CASES: list[Callable[[], list[str] | None]] = [
     moves, kept_buffers_stay, padding_and_weak_types, sums, buckets, repeated_arrays, nodes, one_exchange_program,
-    peak_of_live_buffers, random_switches, disagreements, changed_bytes,
+    peak_of_live_buffers, random_switches, disagreements, repeats, changed_bytes,
 ]  # fmt: skip
 
 

@@ -44,6 +44,14 @@ def test_what_one_process_does_otherwise_is_an_error_in_all(said: list[dict[str,
     assert path[0].startswith("TargetError: the devices are not all CPU devices of this process")
 
 
+def test_a_repeated_move_that_one_process_planned_otherwise_is_an_error_in_all(said: list[dict[str, Any]]) -> None:
+    texts = {text for one in said for text in one["repeats"]}
+    assert len(texts) == 1
+    assert texts.pop().startswith(
+        "AgreementError: processes [0, 2] and processes [1] are about to make different moves"
+    )
+
+
 def test_what_changed_on_its_way_is_found_by_all(said: list[dict[str, Any]]) -> None:
     checked, safe, replicas = zip(*(s["changed_bytes"] for s in said), strict=True)
     assert len(set(checked)) == len(set(safe)) == len(set(replicas)) == 1

@@ -7,10 +7,14 @@ steps, and print a line of JSON with what each says of them. The last one dies i
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,24 +26,26 @@ import optax
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from started import join, raised
 
+from dynajax.balance import PlanAhead, Taken
 from dynajax.data import DocumentSteps, MemoryDocuments
 from dynajax.models import LlamaConfig
 from dynajax.runtime.pipelines import Passes
 from dynajax.train import Trainer
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates
+from dynajax.train.document_step import _Plans
 from dynajax.train.documents import DocumentJob
 
 MODEL = LlamaConfig(layers=2, hidden=8, ffn=12, heads=2, kv_heads=2, head_dim=4, vocab=128, tied=True)
 LONGEST = 24
-STRATEGIES = ["tp4|pp2", "tp2|cp2|pp2", "tp4|pp2", "2*dp1|pp2.tp2"]
+STRATEGIES = ["tp4|pp2", "tp2|cp2|pp2", "tp4|pp2", "2*dp1|pp2.tp2", "2*dp1|pp2.tp2"]
 """Of each step: a pipeline across two processes and one without work, one in each process, both with work, and two in
-one process beside one with stages in two.
+one process beside one with stages in two; that again, with a plan that is late in one process.
 """
 
 
 def documents() -> DocumentSteps:
-    """Steps of 1, 85, 86 and 95 documents."""
+    """Steps of 1, 85, 86 and 95 documents, and again in another order."""
     rng = np.random.default_rng(0)
     lengths = [LONGEST] * 2 + [*rng.integers(2, 4, 265)]
     texts = tuple(rng.integers(97, 123, n).astype(np.uint8).tobytes() for n in lengths)
@@ -59,14 +65,37 @@ def trainer() -> Trainer:
 def take_steps(reference: str) -> dict[str, Any]:
     """A step under each strategy: what it says, and that nothing moved between them."""
     running, reports = trainer(), []
-    for strategy in STRATEGIES:
+    for number, strategy in enumerate(STRATEGIES):
+        if number == len(STRATEGIES) - 1 and jax.process_index() == 1:
+            PlanAhead._timely = late
         if strategy != str(running.placement):
             assert running.switch(strategy).bytes_moved == 0
         report = running.step()
         order = [(e.what, e.pipeline, e.section) for e in sorted(running.trace, key=lambda e: e.begin_s)]
         reports.append(asdict(report) | {"order": order, "least": least_bytes()})
         assert_parameters(np.load(reference), len(reports))
+    PlanAhead._timely = TIMELY
     return {"steps": reports}
+
+
+TIMELY = PlanAhead._timely
+
+
+def late(self: PlanAhead, lengths: Any, future: Any, last: int) -> Taken:
+    """In place of ``PlanAhead._timely``: as if the plan were never made."""
+    self._patience_s = 0
+    return TIMELY(self, lengths, Future(), last)
+
+
+def one_plans_otherwise() -> str:
+    """The error of a step for which process 1 has another plan; the next step is taken as if nothing had been."""
+    take = _Plans.take
+    if jax.process_index() == 1:
+        _Plans.take = lambda self, step: replace(take(self, step), candidate=0, pipelines=())
+    try:
+        return raised(trainer().step)
+    finally:
+        _Plans.take = take
 
 
 def least_bytes() -> list[list[int]]:
@@ -92,6 +121,17 @@ def assert_parameters(reference: Any, steps: int) -> None:
             assert np.abs(np.asarray(shard.data) - want[shard.index]).max() <= 1e-5 * np.abs(want).max(), (steps, path)
 
 
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    """What dynajax warns of."""
+    found: list[str] = []
+    log = logging.Handler(logging.WARNING)
+    log.emit = lambda record: found.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
+    logging.getLogger("dynajax").addHandler(log)
+    yield found
+    logging.getLogger("dynajax").removeHandler(log)
+
+
 def meet(folder: Path, name: str) -> None:
     """Wait for the other processes, which may compile for longer than a collective waits."""
     folder.joinpath(f"{name}-{jax.process_index()}").touch()
@@ -105,7 +145,9 @@ def main(address: str, count: str, rank: str, folder: str) -> None:
     for strategy in STRATEGIES:
         running.prepare(strategy).wait()
     meet(there, "compiled")
-    said = take_steps(str(there / "reference.npz"))
+    said: dict[str, Any] = {"one plans otherwise": one_plans_otherwise()}
+    with warnings() as said["warnings"]:
+        said |= take_steps(str(there / "reference.npz"))
     said["one left out"] = raised(lambda: running.switch("tp2|cp2@0-3"))
     if jax.process_index() == jax.process_count() - 1:
         print(json.dumps(said), flush=True)

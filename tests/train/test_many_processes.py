@@ -15,7 +15,7 @@ from train.small_runs import largest_difference, one_a_row, train_on_one_device
 
 from dynajax.runtime.flat import flatten
 
-PROCESSES, DEVICES, WAIT_S = 3, 6, 10
+PROCESSES, DEVICES, WAIT_S = 3, 6, 30
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,21 @@ def test_all_pull_and_push_in_one_order_and_compute_what_they_have_devices_of(sa
                 first += share["devices"]
                 assert (("compute", pipeline, None) in order) == (here and share["sequences"] > 0), (number, rank)
             rest = [k for k, (what, _, section) in enumerate(order) if (what, section) == ("dispatch", None)]
+            assert bool(rest) == (number > 0)  # more than a pass of something in every process, but in the first step
             assert all(event[0] != "pull" for k in rest for event in order[k:])
+
+
+def test_processes_that_planned_otherwise_are_told_before_anything_moves(said: list[dict[str, Any]]) -> None:
+    texts = {one["one plans otherwise"] for one in said}
+    assert len(texts) == 1
+    assert texts.pop().startswith(
+        "AgreementError: processes [0, 2] and processes [1] are about to take different steps"
+    )
+
+
+def test_all_use_the_last_strategy_where_one_is_late(said: list[dict[str, Any]]) -> None:
+    for one in said:
+        assert one["warnings"] == ["step 4: the plan was late: strategy 0 of the candidates was used again"]
 
 
 def test_what_leaves_a_process_out_is_refused(said: list[dict[str, Any]]) -> None:
