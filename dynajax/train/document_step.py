@@ -126,7 +126,7 @@ class DocumentStep:
         with self._processes.waiting("the step"):
             plan, passes = self._agreed(state, batch)
             log, scale = _Log(), 1 / max(batch.num_targets, 1)
-            by_end = sorted((p for p in passes if p.fill.microbatches), key=lambda p: p.fill.ms)
+            by_end = [passes[number] for number in _by_end(plan)]
             params, grads = self._flat.cast(state.params), self._flat.zeros()
             for one in reversed(by_end):
                 one.start(params, scale, log)
@@ -148,7 +148,7 @@ class DocumentStep:
             cursor = int(state.cursor)
             plan = self._plans.take(cursor)
             where = self.place.pipelines(plan.candidate)
-            agreement.on(lambda: (cursor, where, plan.digest, [fill.ms for fill in plan.pipelines]))
+            agreement.on(lambda: (cursor, where, plan.digest, _by_end(plan)))
         fills = enumerate(zip(where, plan.pipelines, strict=True))
         return plan, [_Pass(n, self._runners[place], fill, batch.segments) for n, (place, fill) in fills]
 
@@ -157,6 +157,12 @@ class DocumentStep:
         bits = np.asarray(known, np.float64).view(np.uint64)
         told = self._processes.known_to_any(bits.ravel())
         return told.view(np.float64).reshape(bits.shape)
+
+
+def _by_end(plan: IterationPlan) -> list[int]:
+    """Numbers of the pipelines with work, in the order in which they are to end."""
+    working = [number for number, fill in enumerate(plan.pipelines) if fill.microbatches]
+    return sorted(working, key=lambda number: plan.pipelines[number].ms)
 
 
 class _Plans:
