@@ -1,4 +1,4 @@
-"""What every test runs on: 16 emulated CPU devices, threads enough for them, and compiled programs kept between runs.
+"""What every test runs on: 20 emulated CPU devices, threads enough for them, and compiled programs kept between runs.
 
 JAX reads all of it once, when the first array is made, so it is said here and nowhere else.
 """
@@ -7,7 +7,7 @@ import os
 
 # A program with a collective holds a thread for each device until the last device arrives. With as many threads as
 # devices, two programs in flight can starve each other for ever; 64 threads carry any number of queued programs over
-# 16 devices. The thread pool takes its size from this variable, in the processes that tests start too.
+# 20 devices. The thread pool takes its size from this variable, in the processes that tests start too.
 os.environ["NPROC"] = "64"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -20,7 +20,7 @@ import hypothesis
 import jax
 import pytest
 
-NUM_DEVICES = 16
+NUM_DEVICES = 20
 
 hypothesis.settings.register_profile("dynajax", derandomize=True, deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("dynajax")

@@ -4,31 +4,44 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from train.small_runs import bits, largest_difference, one_a_row, train_on_one_device
+from train.document_runs import (
+    LONGEST,
+    MODEL,
+    addresses,
+    assert_alike,
+    assert_least_is_moved,
+    balancing,
+    documents,
+    job_and_place,
+    on,
+    on_one_device,
+    optimizer,
+    reference,
+    reference_losses,
+    take,
+    trainer,
+    written,
+)
+from train.small_runs import bits, largest_difference
 from train.test_trainer import compilations
 
 from dynajax import models
 from dynajax.balance import PlanAhead, Taken
 from dynajax.data import DocumentSteps, MemoryDocuments
 from dynajax.errors import BalanceError, StrategyError
-from dynajax.models import LlamaConfig, MoeConfig
+from dynajax.models import MoeConfig
 from dynajax.runtime.pipelines import PipelineRunner
-from dynajax.train import StepOptions, Trainer
+from dynajax.train import Trainer
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates
-from dynajax.train.documents import DocumentJob
 from dynajax.train.elementwise import require_elementwise
 
-MODEL = LlamaConfig(layers=3, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=4, vocab=256, tied=True)
-LONGEST = 40
 EIGHT = [
     *("tp4|tp2|tp2", "tp4|pp2.tp2", "pp2.tp2|tp4", "cp4|tp2|dp1|dp1", "pp3|tp3|tp2", "cp2.tp2|tp4"),
     *("pp2.cp2|tp3|dp1", "tp5|cp3", "tp4|tp2|dp1|dp1", "pp2|tp2|cp2|2*dp1", "cp2.tp2|pp2|tp2", "tp6|pp2"),
@@ -37,80 +50,43 @@ EIGHT = [
 """Strategies of eight devices: twelve of unlike pipelines, some with sizes that do not divide, four of like ones."""
 
 
-def documents(seed: int = 0) -> DocumentSteps:
-    rng = np.random.default_rng(seed)
-    lengths = [2, 3, LONGEST, LONGEST, *rng.integers(2, LONGEST, 60)]
-    texts = tuple(rng.integers(97, 123, n).astype(np.uint8).tobytes() for n in lengths)
-    return DocumentSteps(MemoryDocuments(texts), token_budget=200, longest=LONGEST)
+def one_a_row(running: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on each document has a row of its own, in the programs that rows of several go through."""
+    (job, place), packed = job_and_place(running), PlanAhead.take
+    alone = replace(job, balancing=balancing(max_segments=1)).planner(place)
 
+    def taken(self: PlanAhead, number: int) -> Taken:
+        return replace(packed(self, number), plan=alone.plan(job.data.lengths(running.next_step)))
 
-def optimizer() -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.1), optax.trace(0.9), optax.sgd(0.1))
-
-
-def trainer(strategy: str, *, max_segments: int = 8, data: DocumentSteps | None = None, **more: Any) -> Trainer:
-    balancing = Balancing(LONGEST, buckets=1, max_segments=max_segments, align=8)
-    return Trainer(
-        MODEL, optimizer(), strategy, data or documents(), devices=jax.devices()[:16], balancing=balancing, **more
-    )
-
-
-@cache
-def reference(steps: int) -> tuple[list[float], list[Any]]:
-    """Losses and parameters of plain JAX on one device, each document a row of its own."""
-    return train_on_one_device(MODEL, optimizer(), steps, one_a_row(documents(), steps))
-
-
-@cache
-def shared() -> Trainer:
-    """Keeps what is compiled for one test for the next."""
-    return trainer("8*dp1")
-
-
-def on(strategy: str) -> Trainer:
-    """A trainer at its first step that shares what is compiled."""
-    made = trainer("8*dp1")
-    made.job, made.workshop = shared().job, shared().workshop
-    made.placement = made.job.place(strategy)
-    return made
+    monkeypatch.setattr(PlanAhead, "take", taken)
 
 
 @pytest.mark.parametrize("strategy", EIGHT)
-def test_a_step_is_that_of_one_device(strategy: str):
-    losses, after = reference(2)
+def test_a_step_is_that_of_one_device(strategy: str, monkeypatch: pytest.MonkeyPatch):
+    """Loss, gradient and parameters, with rows packed in the first step and one document a row in the second."""
     running = on(strategy)
-    reports = [running.step() for _ in range(2)]
-    assert largest_difference([r.loss for r in reports], losses) < 1e-5
-    got = jax.tree.map(np.asarray, running.whole_state().params)
-    for ours, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(after[1]), strict=True):
-        assert ours.shape == wanted.shape
-        assert np.abs(ours - wanted).max() <= 1e-5 * np.abs(wanted).max()
-    for report, number in zip(reports, (0, 1), strict=True):
-        batch = documents()[number]
+    for number, packed in enumerate((True, False)):
+        if not packed:
+            one_a_row(running, monkeypatch)
+        (step, report), wanted, batch = take(running), reference()[number], documents()[number]
+        assert_alike(step, wanted)
         assert sum(share.sequences for share in report.pipelines) == report.samples == batch.samples
         assert sum(share.tokens for share in report.pipelines) == batch.num_tokens
+        assert (sum(share.microbatches for share in report.pipelines) < report.samples) == packed
         assert report.idle_share is not None
         assert 0 < report.idle_share < 1
 
 
-def test_each_document_in_a_row_of_its_own_gives_the_same():
-    running = trainer("tp4|tp2|dp1|dp1", max_segments=1)
-    report = running.step()
-    assert sum(share.microbatches for share in report.pipelines) == report.samples
-    assert largest_difference([report.loss], reference(1)[0]) < 1e-5
-
-
 def test_fifty_steps_under_changing_strategies_move_and_compile_nothing():
     """Each step takes another strategy: losses of one device, no compiling, and the optimizer's arrays stay put."""
-    running, losses = on(EIGHT[0]), []
+    running = on(EIGHT[0])
     places = itertools.cycle(EIGHT[:6])
     for strategy in EIGHT[:6]:
         running.prepare(strategy).wait()
     for strategy in EIGHT[:6]:  # warm up what is compiled on first use
-        warm = on(strategy)
-        warm.step()
+        on(strategy).step()
     running.step()
-    losses, seen_strategies = [running.step().loss], set()
+    losses, seen_strategies, lies = [running.step().loss], set(), addresses(running.state)
     with compilations() as seen:
         for _ in range(48):
             strategy = next(places)
@@ -119,29 +95,17 @@ def test_fifty_steps_under_changing_strategies_move_and_compile_nothing():
                 assert report.bytes_moved == 0
                 assert report.compile_s == 0
             step = running.step()
+            assert addresses(running.state) == lies
             losses.append(step.loss)
             seen_strategies.add(step.strategy)
     assert seen == []
     assert len(seen_strategies) == 6
-    assert largest_difference(losses, reference(50)[0][1:]) < 1e-5
+    assert largest_difference(losses, reference_losses(50)[1:]) < 1e-5
 
 
 def test_links_move_what_the_planner_proves_to_be_least():
     running = on("pp2.cp2|tp3|dp1")
-    place = running.placement
-    assert isinstance(place, Candidates)
-    assert isinstance(running.job, DocumentJob)
-    report = running.step()
-    for pipeline, share in zip(place.pipelines(0), report.pipelines, strict=True):
-        runner = running.job._runner(place, pipeline)
-        for plans, moved in (
-            ([link.pulls.plan for link in runner.links], share.bytes_pulled),
-            ([link.pushes.plan for link in runner.links], share.bytes_pushed),
-        ):
-            for plan in plans:
-                plan.verify()
-                assert plan.bytes_moved == plan.bytes_lower_bound
-            assert moved == sum(plan.bytes_moved for plan in plans) > 0
+    assert_least_is_moved(running, running.step())
 
 
 def test_sections_pull_and_push_while_others_compute():
@@ -180,7 +144,7 @@ def test_a_step_that_fails_half_way_can_be_taken_again(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="the link is down"):
         running.step()
     assert bits(running.whole_state()) == before
-    assert largest_difference([running.step().loss for _ in range(2)], reference(2)[0]) < 1e-5
+    assert largest_difference([running.step().loss for _ in range(2)], reference_losses(2)) < 1e-5
 
 
 def test_a_plan_that_is_late_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
@@ -191,7 +155,7 @@ def test_a_plan_that_is_late_says_so(caplog: pytest.LogCaptureFixture, monkeypat
 
     monkeypatch.setattr(PlanAhead, "take", late)
     with caplog.at_level("WARNING"):
-        assert largest_difference([running.step().loss], reference(1)[0]) < 1e-5
+        assert largest_difference([running.step().loss], reference_losses(1)) < 1e-5
     assert [record.getMessage() for record in caplog.records if record.name.startswith("dynajax")] == [
         "step 0: the plan was late: strategy 0 was used again"
     ]
@@ -219,30 +183,30 @@ def test_other_devices_are_a_switch_like_any_other():
     assert report.bytes_moved == report.bytes_lower_bound > 0
     losses += [running.step().loss]
     assert {d.id for x in jax.tree.leaves(running.state.params) for d in x.sharding.device_set} == {5, 6, 7, 8, 9}
-    assert largest_difference(losses, reference(2)[0]) < 1e-5
+    assert largest_difference(losses, reference_losses(2)) < 1e-5
 
 
-def test_auto_takes_what_suits_the_documents_of_a_step():
-    balancing = Balancing(LONGEST // 2, buckets=1, max_segments=8, align=8, candidates=2)
-    running = Trainer(MODEL, optimizer(), "auto", documents(), devices=jax.devices()[:4], balancing=balancing)
-    place = running.placement
-    assert isinstance(place, Candidates)
-    assert place.name == "auto"
-    assert 1 <= len(place.strategies) <= 2
-    for strategy in place.strategies:
-        assert strategy.num_devices == 4
-        assert max(pipeline.num_devices for pipeline in strategy.pipelines) >= 2  # one device does not hold the longest
-    steps = [running.step() for _ in range(4)]
-    assert largest_difference([step.loss for step in steps], reference(4)[0]) < 1e-5
-
-
-def test_bfloat16_pulls_half_the_bytes_and_is_near_float32():
-    running = trainer("tp4|pp2.tp2", options=StepOptions(dtype=jnp.bfloat16))
-    steps = [running.step() for _ in range(3)]
-    whole = on("tp4|pp2.tp2").step()
-    assert [2 * share.bytes_pulled for share in steps[0].pipelines] == [share.bytes_pulled for share in whole.pipelines]
-    assert largest_difference([step.loss for step in steps], reference(3)[0]) < 1e-2
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(running.state.params))
+def test_auto_takes_what_suits_the_documents_of_a_step_and_compiles_nothing_for_it():
+    """Steps with a document that only four devices hold, and steps with none: the strategy changes again and again."""
+    rng = np.random.default_rng(0)
+    lengths = [*rng.integers(17, LONGEST + 1, 20), LONGEST, *rng.integers(2, 17, 60)]
+    data = written(lengths, token_budget=100)
+    running = trainer("auto", data=data, devices=4, balancing=balancing(device_tokens=16, candidates=2))
+    _, place = job_and_place(running)
+    assert (place.name, [strategy.num_devices for strategy in place.strategies]) == ("auto", [4, 4])
+    running.prepare("auto").wait()
+    steps, lies = [running.step()], addresses(running.state)
+    with compilations() as seen:  # the first step under the other strategy is among these
+        for _ in range(20):
+            steps.append(running.step())
+            assert addresses(running.state) == lies
+    assert seen == []
+    names = [step.strategy for step in steps]
+    assert set(names) == {"cp2.tp2", "tp2|2*dp1"}
+    assert sum(before != after for before, after in itertools.pairwise(names)) > 6
+    for number, name in enumerate(names):  # what does not fit two devices goes to four
+        assert name == "cp2.tp2" or data.lengths(number).max() <= 32
+    assert largest_difference([s.loss for s in steps], [float(s.loss) for s in on_one_device(data, len(steps))]) < 1e-5
 
 
 def by_rank(params: Any) -> Any:
