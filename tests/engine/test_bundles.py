@@ -239,7 +239,7 @@ def test_a_mixed_present_becomes_one_target(path: Path) -> None:
     shapes = {"['head']": (8, 4), "['stack']": (10, 8, 4)}
     tensors = numbered(shapes)
     cp = NamedSharding(dj.Strategy.parse("cp4").mesh(jax.devices()[:4]), P())
-    tp = NamedSharding(dj.Strategy.parse("pp2.tp4").mesh(jax.devices()[8:]), P(None, "tp"))
+    tp = NamedSharding(dj.Strategy.parse("pp2.tp4").mesh(jax.devices()[8:16]), P(None, "tp"))
     pp = NamedSharding(dj.Strategy.parse("pp2.tp2").mesh(jax.devices()[4:8]), P("tp"))
     said = {
         "stack": (
