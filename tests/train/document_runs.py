@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+from train.small_runs import Step, one_a_row, train_on_one_device
 
-from dynajax import models
 from dynajax.data import DocumentSteps, MemoryDocuments
-from dynajax.models import Execution, LlamaConfig
+from dynajax.models import LlamaConfig
 from dynajax.train import StepReport, Trainer, TrainState
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates
@@ -22,7 +21,6 @@ from dynajax.train.documents import DocumentJob
 
 MODEL = LlamaConfig(layers=3, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=4, vocab=256, tied=True)
 LONGEST = 40
-FLOAT32 = Execution()
 
 
 def written(lengths: Sequence[int], token_budget: int, longest: int = LONGEST, seed: int = 0) -> DocumentSteps:
@@ -73,78 +71,33 @@ def job_and_place(running: Trainer) -> tuple[DocumentJob, Candidates]:
     return running.job, running.placement
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Step:
-    """A step, whoever took it: the loss before it, its gradient as the optimizer got it, parameters after it."""
-
-    loss: np.ndarray
-    gradient: Any
-    params: Any
-
-
 def take(running: Trainer) -> tuple[Step, StepReport]:
     """Take a step with ``optimizer``."""
     report, state = running.step(), running.whole_state()
-    return Step(np.array(report.loss), *jax.tree.map(np.array, (state.opt_state[0].trace, state.params))), report
+    return Step(report.loss, *jax.tree.map(np.array, (state.opt_state[0].trace, state.params))), report
 
 
-def on_one_device(
-    data: DocumentSteps,
-    steps: int,
-    *,
-    model: LlamaConfig = MODEL,
-    made: optax.GradientTransformation | None = None,
-    start: Any = None,
-    run: Execution = FLOAT32,
+def alone(
+    data: DocumentSteps, steps: int, optimizer: optax.GradientTransformation, model: LlamaConfig = MODEL, **more: Any
 ) -> list[Step]:
-    """Steps in plain JAX, each document in a row of its own, with parameters rounded to ``run.dtype``."""
-    params = models.init(model, jax.random.split(jax.random.key(0))[0]) if start is None else start
-    made, taken = made or optimizer(), []
-    opt_state = made.init(params)
-    most = max(data.lengths(number).size for number in range(steps))
-
-    def loss(params: Any, tokens: jax.Array, targets: jax.Array, inside: jax.Array) -> jax.Array:
-        positions = jnp.broadcast_to(jnp.arange(data.longest), tokens.shape)
-        logits, _ = models.forward_with_stats(model, params, tokens, inside, positions, run)
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
-        weights = (targets > 0) * 1.0
-        return -(chosen * weights).sum() / weights.sum()
-
-    differentiated = jax.jit(jax.value_and_grad(loss))
-
-    @jax.jit
-    def update(params: Any, opt_state: Any, grads: Any) -> Any:
-        updates, opt_state = made.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    for number in range(steps):
-        rows = np.zeros((3, most, data.longest), np.int32)
-        for row, segment in enumerate(data[number].segments):
-            rows[0, row, : segment.length] = segment.text[: segment.length]
-            rows[1, row, : segment.text.size - 1] = segment.text[1:]
-            rows[2, row, : segment.length] = 1
-        rounded = jax.tree.map(lambda p: np.asarray(p).astype(run.dtype).astype(np.float32), params)
-        value, grads = differentiated(rounded, *rows)
-        params, opt_state = update(params, opt_state, grads)
-        taken.append(Step(*jax.tree.map(np.array, (value, grads, params))))
-    return taken
+    """Steps on one device, each document in a row of its own."""
+    return train_on_one_device(model, optimizer, steps, one_a_row(data, steps), **more)
 
 
 @cache
 def reference() -> list[Step]:
     """The first steps on ``documents``."""
-    return on_one_device(documents(), 50)
+    return alone(documents(), 50, optimizer())
 
 
 def reference_losses(steps: int) -> list[float]:
-    return [float(taken.loss) for taken in reference()[:steps]]
+    return [step.loss for step in reference()[:steps]]
 
 
 def assert_alike(step: Step, wanted: Step) -> None:
     """Each element of a tensor within 1e-5 of the largest one of that tensor."""
     ours, theirs = jax.tree.leaves(step), jax.tree.leaves(wanted)
-    assert [x.shape for x in ours] == [x.shape for x in theirs]
+    assert [np.shape(x) for x in ours] == [np.shape(x) for x in theirs]
     assert max(np.abs(x - y).max() / np.abs(y).max() for x, y in zip(ours, theirs, strict=True)) < 1e-5
 
 

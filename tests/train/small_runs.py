@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from dynajax.train.rows import RowJob
 MODEL = models.LlamaConfig(layers=2, hidden=16, ffn=32, heads=8, kv_heads=8, head_dim=4, vocab=256, tied=True)
 DOCUMENTS = tuple((f"def f{i}(x):\n    return x * {i}\n" * (1 + i % 5)).encode() for i in range(40))
 ROWS = 6
+ALL_EXPERTS = models.Execution(experts=models.dense_experts)
 
 PLACEMENTS = ["dp2.tp4", "fsdp8", "tp8", "tp4@4-7", "dp8", "dp2.fsdp2.tp2@7-0", "dp3@1-3", "dp1@5"]
 """Every axis alone and in products, parts of the devices, the reverse order, and batches that need filler rows."""
@@ -76,38 +77,59 @@ def bits(tree: Any) -> list[Any]:
 
 def reference_losses(steps: int, optimizer: optax.GradientTransformation | None = None) -> list[float]:
     """Losses of ``MODEL`` trained on one device."""
-    return train_on_one_device(MODEL, optimizer or adam(), steps)[0]
+    return [step.loss for step in train_on_one_device(MODEL, optimizer or adam(), steps)]
+
+
+class Step(NamedTuple):
+    """A step, whoever took it: the loss before it, its gradient as the optimizer got it, parameters after it."""
+
+    loss: float
+    gradient: Any
+    params: Any
 
 
 def train_on_one_device(
-    model: models.LlamaConfig, optimizer: optax.GradientTransformation, steps: int, batches: Any = None
-) -> tuple[list[float], list[Any]]:
-    """Losses of each step and parameters after it in plain JAX: no shardings, no donation, no filler rows, every expert
-    run on every token.
+    model: models.LlamaConfig,
+    optimizer: optax.GradientTransformation,
+    steps: int,
+    batches: Any = None,
+    *,
+    start: Any = None,
+    run: models.Execution = ALL_EXPERTS,
+) -> list[Step]:
+    """Steps in plain JAX: no shardings, no donation, no filler rows, every expert run on every token.
 
-    ``batches`` are by step, those of ``data()`` by default.
+    Args:
+        model: what is trained.
+        optimizer: in float32.
+        steps: how many.
+        batches: by step, those of ``data()`` by default.
+        start: parameters before the first step, those of seed 0 by default.
+        run: parameters are rounded to its dtype before they are computed with.
     """
-    batches, run = data() if batches is None else batches, models.Execution(experts=models.dense_experts)
-    params = models.init(model, jax.random.split(jax.random.key(0))[0])
-    opt_state, losses, after = optimizer.init(params), [], []
+    batches = data() if batches is None else batches
+    params = models.init(model, jax.random.split(jax.random.key(0))[0]) if start is None else start
+    opt_state, taken = optimizer.init(params), []
 
-    def loss(params: Any, batch: Any) -> jax.Array:
+    @jax.jit
+    @jax.value_and_grad
+    def differentiated(params: Any, batch: Any) -> jax.Array:
         at = batch.tokens, batch.segment_ids, batch.positions
         logits, stats = models.forward_with_stats(model, params, *at, run)
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets[..., None], axis=-1)[..., 0]
         return -(chosen * batch.weights).sum() / batch.weights.sum() + models.router_loss(model, stats)
 
     @jax.jit
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
+    def update(params: Any, opt_state: Any, gradient: Any) -> Any:
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
 
     for number in range(steps):
-        params, opt_state, value = step(params, opt_state, jax.tree.map(jnp.asarray, batches[number]))
-        losses.append(float(value))
-        after.append(jax.tree.map(np.asarray, params))
-    return losses, after
+        rounded = jax.tree.map(lambda p: np.asarray(p).astype(run.dtype).astype(np.float32), params)
+        value, gradient = differentiated(rounded, batches[number])
+        params, opt_state = update(params, opt_state, gradient)
+        taken.append(Step(float(value), *jax.tree.map(np.asarray, (gradient, params))))
+    return taken
 
 
 def one_a_row(documents: DocumentSteps, steps: int) -> list[Batch]:

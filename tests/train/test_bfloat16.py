@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from train.document_runs import FLOAT32, LONGEST, MODEL, Step, job_and_place, on_one_device, take, trainer, written
+from train.document_runs import LONGEST, MODEL, alone, job_and_place, take, trainer, written
+from train.small_runs import Step
 
 from dynajax import models
 from dynajax.models import Execution
@@ -87,12 +88,12 @@ def test_steps_in_bfloat16_are_those_of_one_device_in_bfloat16():
     running.state = running.job.from_plain(replace(state, params=begin), running.placement)
     taken = [take(running) for _ in range(STEPS)]
 
-    def alone(run: Execution) -> list[Step]:
-        return on_one_device(data, STEPS, made=optimizer(), start=start(), run=run)
+    def one_device(run: Execution) -> list[Step]:
+        return alone(data, STEPS, optimizer(), start=start(), run=run)
 
-    wanted = alone(Execution(dtype=jnp.bfloat16))
+    wanted = one_device(Execution(dtype=jnp.bfloat16))
     assert (distances([step for step, _ in taken], wanted) < MOST).all()
-    noise, gap = distances(alone(InHalves(dtype=jnp.bfloat16)), wanted), distances(alone(FLOAT32), wanted)
+    noise, gap = distances(one_device(InHalves(dtype=jnp.bfloat16)), wanted), distances(one_device(Execution()), wanted)
     assert (noise < MOST).all()
     assert (gap > 2 * MOST).all()
     whole = bytes_pulled_in_float32(running)

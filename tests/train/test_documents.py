@@ -14,13 +14,13 @@ from train.document_runs import (
     LONGEST,
     MODEL,
     addresses,
+    alone,
     assert_alike,
     assert_least_is_moved,
     balancing,
     documents,
     job_and_place,
     on,
-    on_one_device,
     optimizer,
     reference,
     reference_losses,
@@ -50,13 +50,13 @@ EIGHT = [
 """Strategies of eight devices: twelve of unlike pipelines, some with sizes that do not divide, four of like ones."""
 
 
-def one_a_row(running: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def unpack(running: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on each document has a row of its own, in the programs that rows of several go through."""
     (job, place), packed = job_and_place(running), PlanAhead.take
-    alone = replace(job, balancing=balancing(max_segments=1)).planner(place)
+    unpacked = replace(job, balancing=balancing(max_segments=1)).planner(place)
 
     def taken(self: PlanAhead, number: int) -> Taken:
-        return replace(packed(self, number), plan=alone.plan(job.data.lengths(running.next_step)))
+        return replace(packed(self, number), plan=unpacked.plan(job.data.lengths(running.next_step)))
 
     monkeypatch.setattr(PlanAhead, "take", taken)
 
@@ -67,7 +67,7 @@ def test_a_step_is_that_of_one_device(strategy: str, monkeypatch: pytest.MonkeyP
     running = on(strategy)
     for number, packed in enumerate((True, False)):
         if not packed:
-            one_a_row(running, monkeypatch)
+            unpack(running, monkeypatch)
         (step, report), wanted, batch = take(running), reference()[number], documents()[number]
         assert_alike(step, wanted)
         assert sum(share.sequences for share in report.pipelines) == report.samples == batch.samples
@@ -206,7 +206,7 @@ def test_auto_takes_what_suits_the_documents_of_a_step_and_compiles_nothing_for_
     assert sum(before != after for before, after in itertools.pairwise(names)) > 6
     for number, name in enumerate(names):  # what does not fit two devices goes to four
         assert name == "cp2.tp2" or data.lengths(number).max() <= 32
-    assert largest_difference([s.loss for s in steps], [float(s.loss) for s in on_one_device(data, len(steps))]) < 1e-5
+    assert largest_difference([s.loss for s in steps], [s.loss for s in alone(data, len(steps), optimizer())]) < 1e-5
 
 
 def by_rank(params: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from started import run_processes
 from train.many_processes import MODEL, STRATEGIES, documents, optimizer
-from train.small_runs import largest_difference, one_a_row, train_on_one_device
+from train.small_runs import Step, largest_difference, one_a_row, train_on_one_device
 
 from dynajax.runtime.flat import flatten
 
@@ -19,32 +19,30 @@ PROCESSES, DEVICES, WAIT_S = 3, 6, 30
 
 
 @pytest.fixture(scope="module")
-def reference() -> tuple[list[float], list[Any]]:
-    """Losses and parameters of one device."""
+def reference() -> list[Step]:
+    """Steps of one device."""
     steps = len(STRATEGIES)
     return train_on_one_device(MODEL, optimizer(), steps, one_a_row(documents(), steps))
 
 
 @pytest.fixture(scope="module")
-def said(reference: tuple[list[float], list[Any]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def said(reference: list[Step], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process says; each has compared its part of the parameters with the reference after every step."""
     folder = tmp_path_factory.mktemp("job")
     flat = {
-        f"{step}{jax.tree_util.keystr(path)}": np.asarray(x)
-        for step, params in enumerate(reference[1], start=1)
-        for path, x in jax.tree_util.tree_leaves_with_path(flatten(params, DEVICES))
+        f"{number}{jax.tree_util.keystr(path)}": np.asarray(x)
+        for number, step in enumerate(reference, start=1)
+        for path, x in jax.tree_util.tree_leaves_with_path(flatten(step.params, DEVICES))
     }
     np.savez(folder / "reference.npz", **flat)  # pyright: ignore[reportArgumentType]
     outputs = run_processes(Path(__file__).with_name("many_processes.py"), PROCESSES, str(folder), wait_s=WAIT_S)
     return [json.loads(out.splitlines()[-1]) for out in outputs]
 
 
-def test_losses_are_those_of_one_device_and_alike_everywhere(
-    said: list[dict[str, Any]], reference: tuple[list[float], list[Any]]
-) -> None:
+def test_losses_are_those_of_one_device_and_alike_everywhere(said: list[dict[str, Any]], reference: list[Step]) -> None:
     losses = [[step["loss"] for step in one["steps"]] for one in said]
     assert losses == [losses[0]] * PROCESSES
-    assert largest_difference(losses[0], reference[0]) < 1e-5
+    assert largest_difference(losses[0], [step.loss for step in reference]) < 1e-5
 
 
 def test_every_process_knows_what_all_pipelines_did(said: list[dict[str, Any]]) -> None:

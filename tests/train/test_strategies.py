@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from train.small_runs import (
+    Step,
     bits,
     closed_walk,
     data,
@@ -30,7 +31,7 @@ PAIRS = 24
 
 
 @cache
-def reference(model: LlamaConfig) -> tuple[list[float], list[Any]]:
+def reference(model: LlamaConfig) -> list[Step]:
     return train_on_one_device(model, optimizer(), PAIRS + 1)
 
 
@@ -49,15 +50,15 @@ def test_one_step_is_that_of_one_device(model: LlamaConfig, strategy: str):
     """From equal weights on the same global batch: the loss, and every updated parameter of its tensor's scale."""
     job, placement = running(model).job, running(model).job.place(strategy)
     start = numbers(running(model).state.params)
-    losses, after = reference(model)
+    step = reference(model)[0]
     state = placed(job, jax.tree.map(jnp.copy, running(model).state), placement)
     compiled = running(model).workshop.steps.get(placement, 600.0)
     outcome = compiled(state, data()[0], deadline_s=600.0)
-    assert largest_difference([outcome.loss], losses[:1]) < 1e-5
+    assert largest_difference([outcome.loss], [step.loss]) < 1e-5
     got = numbers(job.to_plain(outcome.state, placement).params)
-    assert jax.tree.structure(got) == jax.tree.structure(after[0])
+    assert jax.tree.structure(got) == jax.tree.structure(step.params)
     for path, ours in jax.tree_util.tree_leaves_with_path(got):
-        wanted, before = (_at(tree, path) for tree in (after[0], start))
+        wanted, before = (_at(tree, path) for tree in (step.params, start))
         assert np.abs(ours - wanted).max() <= 1e-5 * np.abs(wanted).max(), jax.tree_util.keystr(path)
         assert np.abs(wanted - before).max() > 1e-4 * np.abs(wanted).max(), "the step must change what is compared"
 
@@ -99,5 +100,5 @@ def test_training_goes_on_after_any_switch(model: LlamaConfig, texts: list[str])
         losses.append(trainer.step().loss)
         seen.add((here, target))
     assert len(seen) == PAIRS
-    assert largest_difference(losses, reference(model)[0]) < 1e-5
+    assert largest_difference(losses, [step.loss for step in reference(model)]) < 1e-5
     assert losses[-1] < losses[0] - 0.1

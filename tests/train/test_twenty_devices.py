@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from train.document_runs import assert_alike, assert_least_is_moved, balancing, on_one_device, take, trainer, written
+from train.document_runs import alone, assert_alike, assert_least_is_moved, balancing, take, trainer, written
 from train.small_runs import MODEL
 
 LENGTHS = [n // 64 for n in (512, 1024, 128, 4096, 2048, 256, 8192, 1024)]
@@ -21,7 +21,7 @@ def test_steps_on_twenty_devices_are_those_of_one():
     )
     kind: Any = {"model": MODEL, "optimizer": optimizer, "balancing": balancing(device_tokens=16)}
     running = trainer("tp8|pp2.tp4|tp4", data=data, devices=DEVICES, **kind)
-    for wanted in on_one_device(data, 3, model=MODEL, made=optimizer):
+    for wanted in alone(data, 3, optimizer, MODEL):
         step, report = take(running)
         assert_alike(step, wanted)
         assert [share.devices for share in report.pipelines] == [8, 8, 4]
