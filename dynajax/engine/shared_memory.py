@@ -1,10 +1,10 @@
 """Move by copies in the memory of the host: all CPU devices of a process live in one address space.
 
 Target shards are filled by strided copies from where the source shards lie, and become arrays without a further copy.
-An array is made when the first of its tensors
-arrives and finished when the last is there: nearly always one tensor, which is alone in it. Large shards lie in memory
-that XLA owns, so that the next step can donate them; all others of an array lie side by side in one aligned slab of
-numpy. Elements travel as raw words, so that no bit pattern can change, but where parts are summed.
+An array is made when the first of its tensors arrives and finished when the last is there: nearly always one tensor,
+which is alone in it. Large shards lie in memory that XLA owns, so that the next step can donate them; all others of
+an array lie side by side in one aligned slab of numpy. Elements travel as raw words, so that no bit pattern can change,
+but where parts are summed.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class SharedMemory:
     def _compile(self, recipe: Recipe) -> None:
         """Have the programs that allocate."""
         with self._watch.compiling(uninitialised.compiled_so_far):
-            for kind, arrays in recipe.kinds.items():
-                if kind.is_owned_by_xla:
-                    uninitialised.allocators(kind.devices, kind.shape, kind.dtype, len(arrays))
+            for kind in recipe.kinds:
+                for device in kind.devices if kind.is_owned_by_xla else ():
+                    uninitialised.allocator(device, kind.shape, kind.dtype)
 
     def _begin(self, recipe: Recipe, stage: Stage) -> None:
         """Allocate the arrays that no stage has begun yet."""

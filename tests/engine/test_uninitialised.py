@@ -106,7 +106,7 @@ def test_few_programs_serve_every_count() -> None:
         assert set(calls) <= {1, 2, 4, 8, 16}
 
 
-@pytest.mark.parametrize("count", [1, 16, 19])
+@pytest.mark.parametrize("count", [1, 5])
 def test_every_array_has_memory_of_its_own_on_each_device(count: int) -> None:
     devices = [jax.devices()[k] for k in (5, 0, 3)]
     made = uninitialised.allocate(devices, (64, 128), np.dtype(np.float32), count)
