@@ -110,7 +110,7 @@ class Processes:
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
-            if not self.talk:
+            if not self.talk or str(error).startswith("RESOURCE_EXHAUSTED"):
                 raise
             raise DeadlineError(
                 f"another process of {what} did not come, or died; all that have devices in it must call alike, in the "
@@ -138,7 +138,7 @@ class Agreement:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not self._processes.talk or not isinstance(error, Exception | None):
+        if not self._processes.talk or not isinstance(error, Exception | None) or isinstance(error, DeadlineError):
             return
         said = np.zeros(_WORDS, np.uint32)
         if error is None:

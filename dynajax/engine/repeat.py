@@ -37,6 +37,7 @@ class Repeat:
 
     Between processes each plans for itself, which is no call that others wait for, and may be done in any order; the
     first call finds out whether they planned the same. All of them then call alike, also those that hold nothing of it.
+    An array that is unlike is an error where it lies; the others wait for that process until their deadline.
 
     Attributes:
         plan: what every call does.
@@ -62,6 +63,7 @@ class Repeat:
 
         Raises:
             TargetError: the targets do not fit the tree.
+            BudgetError: the exchange of the XLA path finds no room.
         """
         leaves, _, after = read(tree, shardings, stored)
         like, before = jtu.tree_flatten(tree)

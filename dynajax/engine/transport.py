@@ -27,7 +27,8 @@ class Transport(Protocol):
     def fill(self, stage: Stage, share: bool, check: bool) -> dict[int, jax.Array]:
         """Fill the arrays that a stage fills, and return those that are whole now, by their place in the tree.
 
-        Source arrays stay as they are.
+        They may still be on their way, as results of jax are; source arrays may be deleted meanwhile. The next stage
+        allocates nothing before they are there.
 
         Args:
             stage: tensors to move, in arrays of their own or not.

@@ -2,11 +2,13 @@
 
 Pipelines are dispatched without waiting for one another, the one that will take longest first, and each section of a
 model as soon as its parameters are there: while it computes, the next section is pulled, then other pipelines' ones.
-(Pulls that are programs wait for what their devices have to do: then only the first passes are dispatched before them.)
-While pipelines still compute, gradients that are done are pushed, the last section's first. Who comes when follows from
-the plan alone, never from who is ready first, so that all processes of a job go through the same order. They agree on
-the plan; each then pulls and pushes for all pipelines, and runs the programs of those that it has devices of. What only
-these know, a loss and how long it took, they tell the others in the end.
+While pipelines still compute, gradients that are done are pushed, the last section's first. Where links are programs
+over all devices, not copies in one memory, each waits for what the devices have to do before it: then only the first
+passes are dispatched before the last pull, and the first push comes after the last pass.
+
+Who comes when follows from the plan alone, never from who is ready first, so that all processes of a job go through
+the same order. They agree on documents and plan; each then pulls and pushes for all pipelines, and runs the programs of
+those that it has devices of. What only these know, a loss and how long it took, they tell the others in the end.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from dynajax.train.step import Event, Outcome, apply_gradients, wait_ready
 
 _log = logging.getLogger(__name__)
 _PLANS_AHEAD = 2
-_PATIENCE_S = 60.0
+_PATIENCE_S = 10.0
+"""Less than a process waits for others in a collective: one whose plan is late has to say so in time."""
 _STEPPING = "take different steps; give the same documents, strategies, costs and state to every process"
 
 
@@ -148,7 +151,8 @@ class DocumentStep:
             cursor = int(state.cursor)
             plan = self._plans.take(cursor)
             where = self.place.pipelines(plan.candidate)
-            agreement.on(lambda: (cursor, where, plan.digest, _by_end(plan)))
+            texts = [segment.text.tobytes() for segment in batch.segments]
+            agreement.on(lambda: (cursor, texts, where, plan.digest, _by_end(plan)))
         fills = enumerate(zip(where, plan.pipelines, strict=True))
         return plan, [_Pass(n, self._runners[place], fill, batch.segments) for n, (place, fill) in fills]
 
