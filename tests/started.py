@@ -14,7 +14,7 @@ import jax
 
 from dynajax.errors import DynajaxError
 
-ALL_OF_IT_S = 180
+ALL_OF_IT_S = 600
 
 
 def run_processes(script: Path, count: int, *told: str, wait_s: int) -> list[str]:

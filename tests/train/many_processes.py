@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from started import join, raised
 
 from dynajax.balance import PlanAhead, Taken
-from dynajax.data import DocumentSteps, MemoryDocuments
+from dynajax.data import DocumentBatch, DocumentSteps, MemoryDocuments
 from dynajax.models import LlamaConfig
 from dynajax.runtime.pipelines import Passes
 from dynajax.train import Trainer
@@ -98,6 +98,22 @@ def one_plans_otherwise() -> str:
         _Plans.take = take
 
 
+def one_has_other_documents() -> str:
+    """The error of a step whose documents are as long in process 1 as in the others, and have another text."""
+    take = DocumentSteps.take
+
+    def other(self: DocumentSteps, sample: int, count: int) -> DocumentBatch:
+        segments = take(self, sample, count).segments
+        return DocumentBatch(tuple(replace(segment, text=segment.text ^ 1) for segment in segments))
+
+    if jax.process_index() == 1:
+        DocumentSteps.take = other
+    try:
+        return raised(trainer().step)
+    finally:
+        DocumentSteps.take = take
+
+
 def least_bytes() -> list[list[int]]:
     """The lower bounds of what each pipeline pulls and pushes."""
     running = trainer()
@@ -145,7 +161,10 @@ def main(address: str, count: str, rank: str, folder: str) -> None:
     for strategy in STRATEGIES:
         running.prepare(strategy).wait()
     meet(there, "compiled")
-    said: dict[str, Any] = {"one plans otherwise": one_plans_otherwise()}
+    said: dict[str, Any] = {
+        "one plans otherwise": one_plans_otherwise(),
+        "one has other documents": one_has_other_documents(),
+    }
     with warnings() as said["warnings"]:
         said |= take_steps(str(there / "reference.npz"))
     said["one left out"] = raised(lambda: running.switch("tp2|cp2@0-3"))

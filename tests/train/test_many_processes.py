@@ -74,12 +74,13 @@ def test_all_pull_and_push_in_one_order_and_compute_what_they_have_devices_of(sa
             assert all(event[0] != "pull" for k in rest for event in order[k:])
 
 
-def test_processes_that_planned_otherwise_are_told_before_anything_moves(said: list[dict[str, Any]]) -> None:
-    texts = {one["one plans otherwise"] for one in said}
-    assert len(texts) == 1
-    assert texts.pop().startswith(
-        "AgreementError: processes [0, 2] and processes [1] are about to take different steps"
-    )
+def test_processes_that_plan_or_read_otherwise_are_told_before_anything_moves(said: list[dict[str, Any]]) -> None:
+    for what in ("one plans otherwise", "one has other documents"):
+        texts = {one[what] for one in said}
+        assert len(texts) == 1
+        assert texts.pop().startswith(
+            "AgreementError: processes [0, 2] and processes [1] are about to take different steps"
+        )
 
 
 def test_all_use_the_last_strategy_where_one_is_late(said: list[dict[str, Any]]) -> None:
