@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from engine.states import P, live_bytes, mesh
 from jax.sharding import Mesh, NamedSharding
 
 import dynajax as dj
-from dynajax.engine import Bundle, programs, shared_memory, xla
+from dynajax.engine import Bundle, programs, shared_memory, uninitialised, xla
 from dynajax.engine import _jax_private as private
 from dynajax.engine.paths import Path
 from dynajax.engine.shared_memory import SharedMemory
@@ -26,10 +25,12 @@ from dynajax.errors import BudgetError, TargetError
 from dynajax.vps import bucket_parts
 
 LEAF_BYTES = 64 * 64 * 4
+LARGE = 512
+"""Of matrices whose shards XLA allocates or JAX copies whole, on eight devices: 128 KB each, a MB in all."""
 
 
-def _tree(sharding: NamedSharding, leaves: int = 12) -> list[jax.Array]:
-    make = jax.jit(lambda k: jax.numpy.zeros((64, 64), np.float32) + k, out_shardings=sharding)
+def _tree(sharding: NamedSharding, leaves: int = 12, side: int = 64) -> list[jax.Array]:
+    make = jax.jit(lambda k: jax.numpy.zeros((side, side), np.float32) + k, out_shardings=sharding)
     return jax.block_until_ready([make(np.float32(k)) for k in range(leaves)])
 
 
@@ -48,8 +49,17 @@ MOVES = {
 }
 
 
-def _watch_live_bytes(patch: pytest.MonkeyPatch, look: Callable[[], None]) -> None:
-    """Look at the fullest moments: sources not yet given up, targets made, buckets and crates full."""
+def _peaks(patch: pytest.MonkeyPatch, other: dict[Any, int]) -> dict[Any, int]:
+    """Of each device the most live bytes from now on, without ``other``.
+
+    Seen at the fullest moments: sources not yet given up, targets made, buckets and crates full.
+    """
+    peaks: dict[Any, int] = {}
+
+    def look() -> None:
+        for device, n in live_bytes(collect=False).items():
+            peaks[device] = max(peaks.get(device, 0), n - other.get(device, 0))
+
     for cls, name in [(SharedMemory, "fill"), (xla.Xla, "fill"), (xla.Xla, "_pack"), (xla.Xla, "_unpack")]:
         method = getattr(cls, name)
 
@@ -59,6 +69,7 @@ def _watch_live_bytes(patch: pytest.MonkeyPatch, look: Callable[[], None]) -> No
             return result
 
         patch.setattr(cls, name, looked_at)
+    return peaks
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -73,14 +84,8 @@ def test_peak_of_live_buffers_is_what_was_planned(
     tree = _tree(source, leaves)
     before = live_bytes(tree)
     plan = dj.plan_reshard(tree, target, budget=budget, donate=donate, path=path)
-    peaks: dict[Any, int] = {}
-
-    def look() -> None:
-        for device, n in live_bytes(collect=False).items():
-            peaks[device] = max(peaks.get(device, 0), n - other.get(device, 0))
-
     with monkeypatch.context() as patch:
-        _watch_live_bytes(patch, look)
+        peaks = _peaks(patch, other)
         moved, report = dj.reshard(tree, target, plan=plan, path=path)
     after = live_bytes(moved)
     extra = max(
@@ -92,6 +97,74 @@ def test_peak_of_live_buffers_is_what_was_planned(
         assert max(extra, 0) == report.peak_extra_bytes == plan.peak_extra_bytes
     if donate:
         assert len(plan.stages) > (name in ("row to column", "grow", "replicate", "permuted"))
+
+
+LARGE_MOVES = {name: [MOVES[name]] * 12 for name in ("permuted", "row to column")}
+LARGE_MOVES["both"] = [MOVES[name] for name in ("permuted", "row to column")] * 6
+
+
+def _large(name: str, path: Path) -> tuple[list[jax.Array], Any]:
+    """Large matrices, and a plan to move them a few at a time."""
+    moves = LARGE_MOVES[name]
+    tree = _tree(moves[0][0], len(moves), LARGE)
+    budget = 2 * LARGE * LARGE * 4 // 8
+    return tree, dj.plan_reshard(tree, [to for _, to in moves], budget=budget, donate=True, path=path)
+
+
+@pytest.mark.parametrize("name", LARGE_MOVES)
+def test_peak_of_large_live_buffers_is_what_was_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where XLA allocates the targets, and where JAX copies the shards."""
+    other = live_bytes()
+    tree, plan = _large(name, "shared memory")
+    before = live_bytes(tree)
+    with monkeypatch.context() as patch:
+        peaks = _peaks(patch, other)
+        moved, report = dj.reshard(tree, [to for _, to in LARGE_MOVES[name]], plan=plan, path="shared memory")
+    after = live_bytes(moved)
+    extra = max(peak - max(before.get(device, 0), after.get(device, 0)) for device, peak in peaks.items())
+    assert len(plan.stages) >= 3
+    stand_in = 1  # byte a device, for all arrays that were given up
+    assert 0 < report.peak_extra_bytes == plan.peak_extra_bytes <= plan.budget
+    assert extra - plan.peak_extra_bytes in (0, stand_in)
+    assert all(np.array_equal(x, np.full((LARGE, LARGE), k, np.float32)) for k, x in enumerate(moved))
+
+
+@pytest.mark.parametrize("name", ["permuted", "both"])
+def test_copies_of_a_stage_have_arrived_before_the_next_allocates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else their sources would still be held beside what comes next. The copies are made to take long."""
+    tree, plan = _large(name, "shared memory")
+    first, put = jax.devices()[0], jax.device_put
+    slowly = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jax.numpy.sin(y) * 0 + x, x))
+    sent: list[jax.Array] = []
+    late: list[str] = []
+
+    def put_slowly(pieces: Any, devices: Any) -> Any:
+        return put([slowly(put(piece, first)) for piece in pieces], devices)
+
+    def began(what: str) -> None:
+        late.extend([what] * (not all(x.is_ready() for x in sent)))
+
+    def allocate(*args: Any, allocate: Any = uninitialised.allocate) -> Any:
+        began("allocate")
+        return allocate(*args)
+
+    def send(self: Any, recipe: Any, send: Any = SharedMemory._send_whole) -> Any:
+        began("send")
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "device_put", put_slowly)
+            new = send(self, recipe)
+        sent.extend(new)
+        return new
+
+    jax.block_until_ready(slowly(put(np.zeros((LARGE // 8, LARGE), np.float32), first)))
+    with monkeypatch.context() as patch:
+        patch.setattr(uninitialised, "allocate", allocate)
+        patch.setattr(SharedMemory, "_send_whole", send)
+        moved, _ = dj.reshard(tree, [to for _, to in LARGE_MOVES[name]], plan=plan, path="shared memory")
+        assert all(x.is_ready() for x in moved)
+    assert sent
+    assert not late
+    assert all(np.array_equal(x, np.full((LARGE, LARGE), k, np.float32)) for k, x in enumerate(moved))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -111,14 +184,8 @@ def test_peak_of_live_buffers_between_buckets_and_tensors_is_what_was_planned(
         budget = "32K" if path == "xla" else "8K"
         plan = dj.plan_reshard(tree, target, stored=said, budget=budget, donate=True, path=path)
         assert len(plan.stages) > 1
-        peaks: dict[Any, int] = {}
-
-        def look(peaks: dict[Any, int] = peaks) -> None:
-            for device, n in live_bytes(collect=False).items():
-                peaks[device] = max(peaks.get(device, 0), n - other.get(device, 0))
-
         with monkeypatch.context() as patch:
-            _watch_live_bytes(patch, look)
+            peaks = _peaks(patch, other)
             tree, report = dj.reshard(tree, target, stored=said, plan=plan, path=path)
         after = live_bytes(tree)
         extra = max(peak - max(before.get(device, 0), after.get(device, 0)) for device, peak in peaks.items())
@@ -218,12 +285,13 @@ def _fails_at(failing: int, patch: pytest.MonkeyPatch, path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
 @pytest.mark.parametrize("how", ["kept", "safe"])
+@pytest.mark.parametrize(("side", "name"), [(64, "row to column"), (LARGE, "row to column"), (LARGE, "permuted")])
 def test_a_fault_leaves_the_source_usable_and_nothing_else(
-    where: str, how: str, path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, how: str, side: int, name: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, target = MOVES["row to column"]
-    tree = _tree(source, 6)
-    staged = dj.plan_reshard(tree, target, budget="4K", donate=True, path="shared memory")
+    source, target = MOVES[name]
+    tree = _tree(source, 6, side)
+    staged = dj.plan_reshard(tree, target, budget=side * side, donate=True, path="shared memory")
     plan = dj.plan_reshard(tree, target, donate=how == "safe", commit="safe", path=path)
     plan = dataclasses.replace(plan, stages=staged.stages)
     assert len(plan.stages) > 2
@@ -242,10 +310,10 @@ def test_a_fault_leaves_the_source_usable_and_nothing_else(
         if attempt == 0:
             before = live_bytes(), _handles()
     assert (live_bytes(), _handles()) == before
-    assert all(np.array_equal(x, np.full((64, 64), k, np.float32)) for k, x in enumerate(tree))
+    assert all(np.array_equal(x, np.full((side, side), k, np.float32)) for k, x in enumerate(tree))
     moved, report = move()
     assert report.commit == how
-    assert all(np.array_equal(x, np.full((64, 64), k, np.float32)) for k, x in enumerate(moved))
+    assert all(np.array_equal(x, np.full((side, side), k, np.float32)) for k, x in enumerate(moved))
     assert all(x.is_deleted() == (how == "safe") for x in tree)
 
 
