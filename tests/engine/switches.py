@@ -26,7 +26,9 @@ SPECS = [
 def main(path: str, count: int, seed: int) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     rng = np.random.default_rng(seed)
-    whole = {"w": rng.standard_normal((64, 64)).astype(np.float32), "step": np.int32(3)}
+    # On the path that allocates them by itself, shards are large enough that XLA has to.
+    side, budget = (512, "2MB") if path == "shared memory" else (64, "64KB")
+    whole = {"w": rng.standard_normal((side, side)).astype(np.float32), "step": np.int32(3)}
 
     # Few sets of devices, so that programs are seen again, in any order and shape.
     groups = [rng.permutation(DEVICES)[:n] for n in (16, 6)]
@@ -40,7 +42,7 @@ def main(path: str, count: int, seed: int) -> None:
     state = jax.block_until_ready(jax.device_put(whole, layout()))
     for _ in range(count):
         donate = bool(rng.integers(2))
-        state, _ = dj.reshard(state, layout(), donate=donate, budget="64KB", path=path)  # pyright: ignore
+        state, _ = dj.reshard(state, layout(), donate=donate, budget=budget, path=path)  # pyright: ignore
         for k, x in state.items():
             for shard in x.addressable_shards:
                 assert np.array_equal(shard.data, whole[k][shard.index]), k

@@ -174,6 +174,22 @@ def test_a_pipeline_without_work_adds_nothing():
     assert largest_difference(losses["4*tp2"], losses["tp2@0-1"]) < 1e-5
 
 
+def test_documents_with_nothing_to_predict_add_nothing():
+    """One of one token has no target: all that a pipeline with only such computes is masked."""
+    data = DocumentSteps(MemoryDocuments((b"abcdefgh", *[b"a"] * 24)), token_budget=16, longest=LONGEST // 4, seed=5)
+    running = trainer("2*tp2", data=data)
+    step, report = take(running)
+    assert sorted(share.tokens - share.sequences for share in report.pipelines) == [0, 7]
+    assert all(share.sequences for share in report.pipelines)
+    assert_alike(step, alone(data, 1, optimizer())[0])
+    assert data.lengths(1).max() == 1
+    step, report = take(running)
+    assert all(share.sequences for share in report.pipelines)
+    assert step.loss == 0
+    assert all(np.all(x == 0) for x in jax.tree.leaves(step.gradient))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(step.params))
+
+
 def test_other_devices_are_a_switch_like_any_other():
     running = on("tp4|pp2.tp2")
     losses = [running.step().loss]
