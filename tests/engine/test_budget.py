@@ -135,7 +135,7 @@ def test_copies_of_a_stage_have_arrived_before_the_next_allocates(name: str, mon
     tree, plan = _large(name, "shared memory")
     first, put = jax.devices()[0], jax.device_put
     slowly = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jax.numpy.sin(y) * 0 + x, x))
-    sent: list[jax.Array] = []
+    sent: list[Any] = []
     late: list[str] = []
 
     def put_slowly(pieces: Any, devices: Any) -> Any:

@@ -225,3 +225,39 @@ def test_a_report_says_over_which_links_the_bytes_went():
     plan = plan_reshard({"a": source["a"]}, target, topology=Topology.regular("pairs", tiers, 8))
     _, report = dj.reshard({"a": source["a"]}, target, plan=plan)
     assert report.bytes_by_tier == {"memory": 0, "near": source["a"].nbytes // 8, "far": source["a"].nbytes * 6 // 8}
+
+
+def test_an_array_past_31_bits_of_elements(path: Path) -> None:
+    """Each element is its position mod 251, so that no second copy of the whole is needed to compare with."""
+    rows, columns, at_once = 16, 2**27 + 256, 2**24
+    remainders = (np.arange(at_once + 251) % 251).astype(np.uint8)
+    # The second path is slow on CPU: there only the last two of sixteen rows change places.
+    moves = {"shared memory": ([0, 1], [0, 2, 3, 1]), "xla": (range(rows), [*range(rows - 2), rows - 1, rows - 2])}
+    source, target = (
+        NamedSharding(Mesh(np.asarray([jax.devices()[k] for k in numbers]), ("x",)), P("x")) for numbers in moves[path]
+    )
+
+    def parts(shard: np.ndarray[Any, Any], row: int) -> Any:
+        """Runs of the rows from ``row``, each with what it has to be."""
+        flat = shard.reshape(-1)
+        for start in range(0, flat.size, at_once):
+            part = flat[start : start + at_once]
+            yield part, remainders[(row * columns + start) % 251 :][: part.size]
+
+    shards = []
+    for device, index in source.devices_indices_map((rows, columns)).items():
+        held = range(rows)[index[0]]
+        shard = np.empty((len(held), columns), np.uint8)
+        for part, wanted in parts(shard, held[0]):
+            part[:] = wanted
+        shards.append(jax.device_put(shard, device))
+    whole = jax.make_array_from_single_device_arrays((rows, columns), source, shards)
+    del shards, shard, part
+    assert whole.size == 2**31 + 4096
+    donate = path == "shared memory"  # with room for a shard; buckets of the other path would be as large
+    moved, report = dj.reshard(whole, target, donate=donate, budget="600MB" if donate else "64MB", path=path)
+    whole.delete()
+    assert report.bytes_moved == report.bytes_lower_bound >= 2 * columns
+    for shard in moved.addressable_shards:
+        row = range(rows)[shard.index[0]][0]
+        assert all(np.array_equal(part, wanted) for part, wanted in parts(np.asarray(shard.data), row)), row
