@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 import dynajax as dj
 from dynajax.engine import Bundle, programs, shared_memory, uninitialised, xla
 from dynajax.engine import _jax_private as private
-from dynajax.engine.paths import Path
+from dynajax.engine.paths import PATHS, Path
 from dynajax.engine.shared_memory import SharedMemory
 from dynajax.engine.waves import words_and_grain
 from dynajax.errors import BudgetError, TargetError
@@ -285,7 +285,13 @@ def _fails_at(failing: int, patch: pytest.MonkeyPatch, path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
 @pytest.mark.parametrize("how", ["kept", "safe"])
-@pytest.mark.parametrize(("side", "name"), [(64, "row to column"), (LARGE, "row to column"), (LARGE, "permuted")])
+@pytest.mark.parametrize(
+    ("path", "side", "name"),
+    [
+        *((path, 64, "row to column") for path in PATHS),
+        *(("shared memory", LARGE, name) for name in ("row to column", "permuted")),
+    ],
+)
 def test_a_fault_leaves_the_source_usable_and_nothing_else(
     where: str, how: str, side: int, name: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
