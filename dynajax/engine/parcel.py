@@ -124,7 +124,7 @@ class Parcel:
         self.copies, self.turns, self.geometry = pair.copies, pair.turns, pair.geometry
         self.source, self.target, self._places = pair.source, pair.target, places
         self.is_alone = (
-            leaf.has_own_arrays or (not isinstance(pair.source, Arrival) and pair.source.tensors == 1),
+            not isinstance(pair.source, Arrival) and pair.source.tensors == 1,
             leaf.has_own_arrays,
         )
         _, inner = private.physical_element(leaf.sources[0].array.dtype)

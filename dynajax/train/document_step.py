@@ -151,8 +151,7 @@ class DocumentStep:
             cursor = int(state.cursor)
             plan = self._plans.take(cursor)
             where = self.place.pipelines(plan.candidate)
-            texts = [segment.text.tobytes() for segment in batch.segments]
-            agreement.on(lambda: (cursor, texts, where, plan.digest, _by_end(plan)))
+            agreement.on(lambda: (cursor, _texts(batch), where, plan.digest, _by_end(plan)))
         fills = enumerate(zip(where, plan.pipelines, strict=True))
         return plan, [_Pass(n, self._runners[place], fill, batch.segments) for n, (place, fill) in fills]
 
@@ -161,6 +160,10 @@ class DocumentStep:
         bits = np.asarray(known, np.float64).view(np.uint64)
         told = self._processes.known_to_any(bits.ravel())
         return told.view(np.float64).reshape(bits.shape)
+
+
+def _texts(batch: DocumentBatch) -> list[bytes]:
+    return [segment.text.tobytes() for segment in batch.segments]
 
 
 def _by_end(plan: IterationPlan) -> list[int]:
