@@ -44,7 +44,7 @@ from peak import in_child, resident_above
 
 import dynajax as dj
 from dynajax.engine import prepare_reshard
-from dynajax.engine.paths import PATHS, Path
+from dynajax.engine.transport import PATHS, Path
 
 P = PartitionSpec
 Tree = list[jax.Array]

@@ -1,149 +1,214 @@
-"""Do the replicas of the source agree, and is every moved byte that of its source?
+"""Do the replicas of the source agree, and does what is handed out equal it?
 
-In one process boxes are compared byte by byte. Between processes each side hashes what lies on its devices, the hashes
-are told to all, and all compare the same ones: so all raise alike, and no byte travels for the comparison. Sums are
-made again for it where all parts are here; between processes they are not compared.
+What is compared is read off the arrays themselves, each shard by its own buffer, dtype and memory layout, and which
+pieces are compared follows from the two layouts: nothing that the move went by is trusted. In one process pieces are
+compared byte by byte. Between processes each side hashes what lies on its devices, the hashes are told to all, and all
+compare the same ones: so all raise alike, and no byte travels for the comparison. Sums are made again where all parts
+are here; between processes they are not compared.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from dynajax.engine.host_view import View, bytes_of, same_bytes, word_of
-from dynajax.engine.places import Places, shards_of
-from dynajax.engine.processes import Processes
-from dynajax.engine.transport import Stage
-from dynajax.engine.tree import Held, Leaf, located
+from dynajax.engine import _jax_private as private
+from dynajax.engine.consensus import Processes
+from dynajax.engine.host_view import View, bytes_of_each, word_of
+from dynajax.engine.memories import Memories, located, shards_of
+from dynajax.engine.request import Leaf
+from dynajax.engine.stored import Endpoint
 from dynajax.errors import CheckError
-from dynajax.planner import Move, Plan
-from dynajax.vps import algebra
+from dynajax.planner import Move
+from dynajax.planner.diff import atoms_of
+from dynajax.vps import Region, algebra
 from dynajax.vps.buffer import view
 from dynajax.vps.region import Ints
 
 Hashes = NDArray[np.uint64]
-_RowBox = tuple[int, View]
+Moves = Sequence[tuple[Move, Leaf]]
 
 
-def check_replicas(plan: Plan, leaves: Sequence[Leaf], places: Places, processes: Processes) -> None:
-    """Compare all devices that hold the same box.
+@dataclass(eq=False)
+class Comparison:
+    """Compares the arrays of a move.
 
-    Raises:
-        CheckError: naming the leaf and the devices that differ.
+    Attributes:
+        arrays: leaves of the state.
+        memories, processes: where they are, and who takes part.
     """
-    hashes: list[Hashes] = []
-    pairs = [pair for pair in zip(plan.moves, leaves, strict=True) if not pair[0].source.partial]
-    for move, leaf in pairs:
-        region = move.source.region
-        held = [_buffers(shards_of(source.array, places), word_of(move.tensor.itemsize)) for source in leaf.sources]
-        array, offset = located(leaf.sources, region.offset)
-        boxes = _boxes(held, array, move.source.holder, offset, region.stride, region.hi - region.lo)
-        hashes.append(_hashes(len(array), boxes))
-    for (move, _), known in zip(pairs, _told(hashes, processes), strict=True):
-        _, _, box = algebra.unique_boxes(move.source.region.lo, move.source.region.hi)
-        _, first = np.unique(box, return_index=True)
-        differs = np.flatnonzero(known != known[first][box])
-        if len(differs):
-            a, b = (places.places[int(move.source.holder[row])][0] for row in (first[box[differs[0]]], differs[0]))
-            raise CheckError(
-                f"{move.tensor.path}: replicas differ between {a} and {b}; make them equal first, or move with "
-                "check=False, which takes the first holder's values"
-            )
 
+    arrays: Sequence[Any]
+    memories: Memories
+    processes: Processes
+    _made: dict[Endpoint, jax.Array] = field(default_factory=dict)
+    _waiting: list[tuple[Move, Leaf, _Pieces, Hashes]] = field(default_factory=list)
 
-def check_moved(stage: Stage, filled: Mapping[Held, Mapping[int, View]], places: Places, processes: Processes) -> None:
-    """Compare what was copied in a stage with its source, while both are there.
+    def replicas(self, moves: Moves) -> None:
+        """Compare all devices that hold the same box of the source.
 
-    Args:
-        stage: what was moved.
-        filled: the bytes of the targets' shards that are here, by place.
-        places, processes: where, and who takes part.
-
-    Raises:
-        CheckError: naming the leaf and the device.
-    """
-    sides = [_sides(move, leaf, filled, places) for move, leaf in stage]
-    if places.are_here:
-        different = [[row for (row, a), (_, b) in zip(*pair, strict=True) if not same_bytes(a, b)] for pair in sides]
-    else:
+        Raises:
+            CheckError: naming the leaf and the devices that differ.
+        """
+        whole = [(move, leaf) for move, leaf in moves if not move.source.partial]
+        rows = [np.arange(move.source.region.count) for move, _ in whole]
         hashes = [
-            _hashes(len(m.copies.target), side) for (m, _), pair in zip(stage, sides, strict=True) for side in pair
+            _hashes(self._sources(*pair, row, pair[0].source.region)) for pair, row in zip(whole, rows, strict=True)
         ]
-        told = _told(hashes, processes)
-        different = [np.flatnonzero(a != b).tolist() for a, b in zip(told[::2], told[1::2], strict=True)]
-    for (move, _), rows in zip(stage, different, strict=True):
-        if rows:
-            device = places.places[int(move.copies.target[rows[0]])][0]
-            raise CheckError(f"{move.tensor.path}: the bytes that {device} holds are not those of its source")
+        for (move, _), known in zip(whole, self._told(hashes), strict=True):
+            _, _, box = algebra.unique_boxes(move.source.region.lo, move.source.region.hi)
+            _, first = np.unique(box, return_index=True)
+            differs = np.flatnonzero(known != known[first][box])
+            if len(differs):
+                two = first[box[differs[0]]], differs[0]
+                a, b = (self.memories.listed[int(move.source.holder[row])][0] for row in two)
+                raise CheckError(
+                    f"{move.tensor.path}: replicas differ between {a} and {b}; make them equal first, or move with "
+                    "check=False, which takes the first holder's values"
+                )
+
+    def stage(self, moves: Moves, made: Mapping[Endpoint, jax.Array]) -> None:
+        """Compare what a stage has moved, and what was waiting for it, while the source of the stage is there.
+
+        Args:
+            moves: of the stage.
+            made: target arrays that are whole since it.
+
+        Raises:
+            CheckError: naming the leaf and the device.
+        """
+        self._made |= made
+        self._waiting += [(m, leaf, p, _hashes(self._sent(m, leaf, p))) for m, leaf in moves for p in [_Pieces.of(m)]]
+        done = [w for w in self._waiting if all(end in self._made for end in w[1].targets)]
+        self._waiting = [w for w in self._waiting if not all(end in self._made for end in w[1].targets)]
+        both = [hashes for m, leaf, p, sent in done for hashes in (sent, _hashes(self._came(m, leaf, p)))]
+        told = self._told(both)
+        for (move, _, pieces, _), a, b in zip(done, told[::2], told[1::2], strict=True):
+            compared = self.memories.are_here | ~np.full(len(a), move.source.partial)
+            differs = np.flatnonzero((a != b) & compared)
+            if len(differs):
+                device = self.memories.listed[int(move.target.holder[pieces.target_row[differs[0]]])][0]
+                raise CheckError(f"{move.tensor.path}: the bytes that {device} holds are not those of its source")
+
+    def _sent(self, move: Move, leaf: Leaf, pieces: _Pieces) -> Iterator[View | None]:
+        """What each piece has to be: the part of its holder, or the sum of the parts of all."""
+        rows = pieces.source_row
+        region = _within(move.source.region, rows, pieces.lo[pieces.piece], pieces.hi[pieces.piece])
+        parts = self._sources(move, leaf, rows, region)
+        last = np.append(pieces.piece[1:] != pieces.piece[:-1], True)[: len(rows)]
+        total: Any = None
+        for part, ends in zip(parts, last.tolist(), strict=True):
+            total = part if total is None or part is None else total + part
+            if ends:
+                yield total
+                total = None
+
+    def _sources(self, move: Move, leaf: Leaf, rows: Ints, region: Region) -> Iterator[View | None]:
+        """Boxes of the source that the holders of ``rows`` have; None for those that are not here."""
+        (same,) = leaf.targets if leaf.has_own_target else (None,)
+        ends = leaf.sources
+        arrays = [self.arrays[end.index] for end in ends]
+        if same is not None and same.index in ends[0].repeats:
+            arrays = [self.arrays[same.index]]  # the array itself, not the one that it was taken for
+        dtype = np.dtype(ends[0].like.dtype) if move.source.partial else word_of(move.tensor.itemsize)
+        held = [self._values(array, end, dtype) for array, end in zip(arrays, ends, strict=True)]
+        return _boxes(held, ends, move.source.holder[rows], region)
+
+    def _came(self, move: Move, leaf: Leaf, pieces: _Pieces) -> Iterator[View | None]:
+        """What is handed out for each piece; None where it is not here."""
+        dtype = np.dtype(leaf.sources[0].like.dtype) if move.source.partial else word_of(move.tensor.itemsize)
+        held = [self._values(self._made[end], end, dtype) for end in leaf.targets]
+        region = _within(move.target.region, pieces.target_row, pieces.lo, pieces.hi)
+        return _boxes(held, leaf.targets, move.target.holder[pieces.target_row], region)
+
+    def _values(self, array: Any, end: Endpoint, dtype: np.dtype[Any]) -> dict[int, View]:
+        """What lies in the shards of an array, by memory, as elements that are compared.
+
+        Raises:
+            CheckError: a shard is not what its array says.
+        """
+        machine, shape = end.physical
+        values: dict[int, View] = {}
+        for n, shard in shards_of(array, self.memories).items():
+            if shard.dtype != machine or shard.shape != shape:
+                where = self.memories.listed[n][0]
+                raise CheckError(
+                    f"a shard on {where} is {shard.dtype}{list(shard.shape)} and not {machine}{list(shape)}"
+                )
+            values[n] = bytes_of_each([shard], private.layout_of(shard))[0].view(dtype)
+        return values
+
+    def _told(self, hashes: Sequence[Hashes]) -> list[Hashes]:
+        """Hashes of which each process knows those of its own devices, all known."""
+        if not hashes or not self.processes.talk:
+            return list(hashes)
+        ends = np.cumsum([len(part) for part in hashes])
+        return np.split(self.processes.known_to_any(np.concatenate(hashes)), ends[:-1])
 
 
-def _sides(
-    move: Move, leaf: Leaf, filled: Mapping[Held, Mapping[int, View]], places: Places
-) -> tuple[Iterator[_RowBox], Iterator[_RowBox]]:
-    """What was sent, and what came: of parts of a sum the last, which is the sum, if all parts are here."""
-    c = move.copies
-    summed = c.added & places.are_here
-    last = ~np.append(c.added[1:], False) & (summed == c.added)
-    dtype = np.dtype(leaf.sources[0].array.dtype) if c.added.any() else word_of(move.tensor.itemsize)
-    before = [_buffers(shards_of(source.array, places), dtype) for source in leaf.sources]
-    after = [{n: shard.view(dtype) for n, shard in filled[target].items()} for target in leaf.targets]
-    read, read_at = located(leaf.sources, c.source_offset)
-    passed, passed_at = located(leaf.targets, c.source_offset)
-    into, into_at = located(leaf.targets, c.target_offset)
-    array, offset = np.where(c.relayed, len(before) + passed, read), np.where(c.relayed, passed_at, read_at)
-    sent = _boxes(before + after, array, c.source, offset, c.source_stride, c.extent, summed)
-    came = _boxes(after, into, c.target, into_at, c.target_stride, c.extent)
-    return ((row, box) for row, box in sent if last[row]), ((row, box) for row, box in came if last[row])
+@dataclass(frozen=True, eq=False)
+class _Pieces:
+    """Boxes that are compared, one row each.
+
+    Attributes:
+        target_row: row of the target tiling that each is part of.
+        lo, hi: shape (pieces, rank).
+        piece, source_row: rows of the source tiling that have each: the first, or if parts are summed all, by holder.
+    """
+
+    target_row: Ints
+    lo: Ints
+    hi: Ints
+    piece: Ints
+    source_row: Ints
+
+    @staticmethod
+    def of(move: Move) -> _Pieces:
+        """What a source box, cut where such boxes overlap, has in common with a target box."""
+        cells, wanted = atoms_of(move.source), move.target.region
+        cell, row = algebra.overlaps(cells.lo, cells.hi, wanted.lo, wanted.hi)
+        lo, hi = np.maximum(cells.lo[cell], wanted.lo[row]), np.minimum(cells.hi[cell], wanted.hi[row])
+        order = np.lexsort((move.source.holder[cells.row], cells.of_row))
+        piece, at = algebra.expand(cells.first[cell], cells.first[cell + 1])
+        held = cells.row[order][at]
+        if not move.source.partial:
+            piece, first = np.unique(piece, return_index=True)
+            held = held[first]
+        return _Pieces(row, lo, hi, piece, held)
 
 
-def _buffers(shards: Mapping[int, jax.Array], dtype: np.dtype[Any]) -> dict[int, View]:
-    """What lies in shards, in elements."""
-    return {n: bytes_of(shard).view(dtype) for n, shard in shards.items()}
+def _within(region: Region, rows: Ints, lo: Ints, hi: Ints) -> Region:
+    """Parts ``lo, hi`` of the boxes at ``rows``."""
+    return Region(lo, hi, region.address(rows, lo), region.stride[rows])
 
 
 def _boxes(
-    held: Sequence[Mapping[int, View]],
-    array: Ints,
-    place: Ints,
-    offset: Ints,
-    stride: Ints,
-    extent: Ints,
-    added: NDArray[np.bool_] | None = None,
-) -> Iterator[_RowBox]:
-    """Those of some boxes that are here, each with its row.
+    held: Sequence[Mapping[int, View]], ends: Sequence[Endpoint], memory: Ints, region: Region
+) -> Iterator[View | None]:
+    """Boxes of some arrays; None for those that are not here.
 
     Args:
-        held: the buffers of some arrays by place.
-        array: which of them a box lies in.
-        place, offset, stride, extent: where in it.
-        added: True for a box that is added to those before it; what comes is then the sum.
+        held: the buffers of the arrays by memory.
+        ends: the arrays, whose shards the region numbers end to end.
+        memory: where each box is.
+        region: the boxes.
     """
-    total = np.zeros(())
-    rows = zip(*(column.tolist() for column in (array, place, offset, stride, extent)), strict=True)
-    for row, (k, number, first, strides, sizes) in enumerate(rows):
-        if number in held[k]:
-            box = view(held[k][number], first, strides, sizes)
-            total = total + box if added is not None and added[row] else box
-            yield row, total
+    array, offset = located(ends, region.offset)
+    rows = zip(*(c.tolist() for c in (array, memory, offset, region.stride, region.hi - region.lo)), strict=True)
+    for k, number, first, strides, sizes in rows:
+        yield view(held[k][number], first, strides, sizes) if number in held[k] else None
 
 
-def _hashes(count: int, boxes: Iterable[_RowBox]) -> Hashes:
-    """Hashes of ``count`` boxes; 0 for those that are not here."""
-    made = np.zeros(count, np.uint64)
-    for row, box in boxes:
-        content = np.ascontiguousarray(box).view(np.uint8)
-        made[row] = int.from_bytes(hashlib.sha256(content.data).digest()[:8], "little")
-    return made
-
-
-def _told(hashes: Sequence[Hashes], processes: Processes) -> list[Hashes]:
-    """Hashes of which each process knows those of its own devices, all known."""
-    if not hashes:
-        return []
-    ends = np.cumsum([len(part) for part in hashes])
-    return np.split(processes.known_to_any(np.concatenate(hashes)), ends[:-1])
+def _hashes(boxes: Iterable[View | None]) -> Hashes:
+    """Hashes of boxes; 0 for those that are not here."""
+    made: list[int] = []
+    for box in boxes:
+        content = None if box is None else np.ascontiguousarray(box).view(np.uint8)
+        made.append(0 if content is None else int.from_bytes(hashlib.sha256(content.data).digest()[:8], "little"))
+    return np.asarray(made, np.uint64)

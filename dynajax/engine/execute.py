@@ -1,80 +1,153 @@
-"""Carry out a plan stage by stage: targets made, sources given up."""
+"""Run a compiled move on arrays: the targets made stage by stage, the sources given up."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import closing
-from typing import Self
+from collections.abc import Collection, Iterable, Sequence
+from enum import Enum
+from typing import Any, Self
 
 import jax
 
 from dynajax.engine import _jax_private as private
+from dynajax.engine.check import Comparison
+from dynajax.engine.memories import Memories, shards_of
 from dynajax.engine.report import Stopwatch
-from dynajax.engine.transport import Transport
-from dynajax.engine.tree import Held, Leaf
-from dynajax.planner import Plan
+from dynajax.engine.request import Leaf, Request
+from dynajax.engine.stored import Endpoint
+from dynajax.engine.transport import Filling, Program
+from dynajax.planner import Move, Plan
+
+
+class Ownership(Enum):
+    """What becomes of the source."""
+
+    KEPT = "kept"
+    """It stays usable, whatever is done with the result."""
+    STAGED = "staged"
+    """What the caller gives up is let go stage by stage, so that memory stays flat."""
+    SAFE = "safe"
+    """What the caller gives up is let go when the whole target is there and compared with it."""
 
 
 def execute(
+    request: Request,
     plan: Plan,
-    leaves: Sequence[Leaf],
-    transport: Transport,
+    program: Program,
+    memories: Memories,
+    arrays: Sequence[Any],
     watch: Stopwatch,
     *,
-    share: bool,
-    check: bool,
-    snapshot: str | None = None,
+    ownership: Ownership,
+    comparison: Comparison | None,
+    snapshot: str | None,
 ) -> dict[int, jax.Array]:
-    """Target arrays by leaf index.
-
-    With ``plan.donate`` every source array is given up at the end of the last stage that reads it.
+    """Target arrays by their place among the leaves of the result.
 
     Args:
-        plan: what to do.
-        leaves: one for each move of the plan.
-        transport: what carries the bytes.
+        request, plan, program, memories: the move.
+        arrays: leaves of the state.
         watch: where the time goes.
-        share: whether buffers that stay may be shared with the source, because it is given up now or later.
-        check: compare every copied piece with its source.
+        ownership: what becomes of the source.
+        comparison: compares what is moved with its source, if asked to.
         snapshot: what an error names to go on from.
     """
-    moved: dict[int, jax.Array] = {}
-    unread = Counter({source: source.tensors for leaf in leaves for source in leaf.sources})
-    with _Remains(plan, snapshot) as remains, closing(private.Disowner()) as disowner:
-        for stage in plan.stages:
-            pairs = [(plan.moves[k], leaves[k]) for k in stage]
-            made = transport.fill(pairs, share, check)
-            moved |= made
-            unread.subtract(source for _, leaf in pairs for source in leaf.sources)
-            if plan.donate:
-                with watch.phase("free"):
-                    done = {source: None for _, leaf in pairs for source in leaf.sources if not unread[source]}
-                    give_up(done, made.values(), disowner)
-                    remains.stages_done += 1
-        with watch.phase("move"):
-            jax.block_until_ready(list(moved.values()))
-    return moved
+    if ownership is Ownership.SAFE:
+        gives = {end for end in request.sources if request.gives(end)}
+    else:
+        gives = {end for row, end in enumerate(request.rows) if row not in plan.keep}
+    unread = Counter({end: end.tensors for end in request.sources})
+    made: dict[int, jax.Array] = {}
+    with private.Disowner() as disowner, _Remains(plan, snapshot) as remains:
+        filling = program.start(arrays, watch)
+        run = _Run(memories, arrays, filling, gives)
+        try:
+            if comparison is not None:
+                with watch.phase("verify"):
+                    comparison.replicas(list(zip(plan.moves, request.leaves, strict=True)))
+            for number, stage in enumerate(plan.stages):
+                moves = [(plan.moves[k], request.leaves[k]) for k in stage]
+                whole = run.stage(number, moves, watch)
+                if comparison is not None:
+                    with watch.phase("verify"):
+                        jax.block_until_ready(list(whole.values()))
+                        comparison.stage(moves, whole)
+                made |= {end.index: array for end, array in whole.items()}
+                unread.subtract(end for _, leaf in moves for end in leaf.sources)
+                if ownership is Ownership.STAGED:
+                    with watch.phase("free"):
+                        done = gives.intersection(end for _, leaf in moves for end in leaf.sources if not unread[end])
+                        _let_go(done, arrays, made.values(), disowner)
+                        disowner.commit()
+                        remains.stages_done += 1
+            with watch.phase("move"):
+                jax.block_until_ready(list(made.values()))
+        finally:
+            filling.close()
+        if ownership is Ownership.SAFE:
+            with watch.phase("free"):
+                _let_go(gives, arrays, made.values(), disowner)
+    return made
 
 
-def give_up(sources: Iterable[Held], moved: Iterable[jax.Array], disowner: private.Disowner) -> None:
+def _let_go(
+    ends: Iterable[Endpoint], arrays: Sequence[Any], made: Iterable[jax.Array], disowner: private.Disowner
+) -> None:
     """Delete source arrays, but for those that are targets themselves.
 
     Their buffers are let go, not destroyed: those that stay live on in the target, and those that an array outside
     the state shares live on there.
     """
-    stay = {id(array) for array in moved}
-    for source in sources:
-        if isinstance(source.array, jax.Array) and id(source.array) not in stay:
-            disowner.disown(private.physical(source.array))
+    stay = {id(array) for array in made}
+    for end in ends:
+        for array in {id(arrays[k]): arrays[k] for k in (end.index, *end.repeats)}.values():
+            if isinstance(array, jax.Array) and id(array) not in stay:
+                disowner.disown(private.physical(array))
 
 
-def peak_extra(plan: Plan, overhead: int) -> int:
-    """The most bytes that a place holds above its base, of which ``overhead`` beside the shards of what is copied."""
-    if not any(len(move.route.lo) for move in plan.moves):
-        overhead = 0
-    return dataclasses.replace(plan.footprint, peak=plan.footprint.peak + overhead).extra(plan.donate)
+class _Run:
+    """Makes arrays of the shards that a program fills, and of those that stay.
+
+    Args:
+        memories: what the numbers of the plan mean.
+        arrays: leaves of the state.
+        filling: the program at work.
+        gives: source arrays that are given up, whose shards the target may share.
+    """
+
+    def __init__(
+        self, memories: Memories, arrays: Sequence[Any], filling: Filling, gives: Collection[Endpoint]
+    ) -> None:
+        self._memories, self._arrays, self._filling, self._gives = memories, arrays, filling, gives
+        self._shared: set[int] = set()
+
+    def stage(self, number: int, moves: Sequence[tuple[Move, Leaf]], watch: Stopwatch) -> dict[Endpoint, jax.Array]:
+        """The target arrays that are whole after a stage."""
+        filled = self._filling.fill(number)
+        with watch.phase("unpack"):
+            kept = {leaf.targets[0]: (move, leaf) for move, leaf in moves if len(move.kept)}
+            return {end: self._array(end, dict(shards), kept.get(end)) for end, shards in filled.items()}
+
+    def _array(self, end: Endpoint, shards: dict[int, Any], kept: tuple[Move, Leaf] | None) -> jax.Array:
+        if kept is not None:
+            move, leaf = kept
+            held = shards_of(self._arrays[leaf.sources[0].index], self._memories)
+            shards |= self._stay({n: held[n] for n in move.kept.tolist() if n in held}, leaf.sources[0])
+        stored, number = end.stored, self._memories.numbers(end.stored.sharding)
+        order = private.device_order(stored.sharding)
+        return private.assemble(
+            stored.array_shape, end.like, stored.sharding, [shards[number[d]] for d in order], order
+        )
+
+    def _stay(self, shards: dict[int, jax.Array], source: Endpoint) -> dict[int, Any]:
+        """The shards that stay, or copies: of what is not given up, and of a buffer that some other target shares."""
+        others: list[int] = []
+        for n, shard in shards.items():
+            (pointer,) = private.pointers(shard) or (id(shard),)
+            if source not in self._gives or pointer in self._shared:
+                others.append(n)
+            self._shared.add(pointer)
+        return shards | dict(zip(others, self._filling.copies([shards[n] for n in others]), strict=True))
 
 
 class _Remains:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from dynajax.engine.words import is_packed
+from dynajax.engine.dtypes import is_packed
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -25,22 +25,22 @@ class _Memory:
         self.__array_interface__ = {"data": (start, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
-def bytes_of(piece: jax.Array) -> View:
-    """The bytes of a single-device array, where they lie if that is the memory of the process.
+def bytes_of_each(pieces: Sequence[jax.Array], layout: tuple[int, ...] | None = None) -> list[View]:
+    """The bytes of shards of one array, row-major: where they lie if that is the memory of the process.
 
     There ``np.asarray`` would do, but takes a hold on the buffer that outlives the view and keeps it from being freed
-    or donated. Types below a byte are packed in the buffer and have to be unpacked.
+    or donated. Types below a byte are packed in the buffer, and shards whose dims lie in another order have to be
+    turned.
+
+    Args:
+        pieces: single-device arrays.
+        layout: order of their dims in memory; None if row-major.
     """
-    return bytes_of_each([piece])[0]
-
-
-def bytes_of_each(pieces: Sequence[jax.Array]) -> list[View]:
-    """``bytes_of`` each of several shards of one array."""
     if not pieces or pieces[0].size == 0:
         return [np.empty(0, np.uint8)] * len(pieces)
     like = pieces[0]
-    if is_packed(like.dtype) or next(iter(like.devices())).platform != "cpu":
-        return [np.asarray(piece).reshape(-1).view(np.uint8) for piece in pieces]
+    if layout is not None or is_packed(like.dtype) or next(iter(like.devices())).platform != "cpu":
+        return [np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in pieces]
     # Parts of one view of all that lies from the first to the last: views of their own take several times as long.
     nbytes, starts = like.nbytes, [piece.unsafe_buffer_pointer() for piece in pieces]
     first = min(starts)

@@ -29,6 +29,7 @@ class Report:
         free_s: giving up the source.
         total_s: from call to return.
         bytes_moved: what devices needed and did not hold.
+        bytes_travelled: what crossed from device to device for that, padding included; sums of parts count each part.
         bytes_retained: what they held already.
         bytes_lower_bound: the least that any plan must move.
         bytes_by_tier: bytes moved by the nearest kind of link that joins sender and receiver: the tiers of the
@@ -52,6 +53,7 @@ class Report:
     free_s: float
     total_s: float
     bytes_moved: int
+    bytes_travelled: int
     bytes_retained: int
     bytes_lower_bound: int
     bytes_by_tier: dict[str, int]

@@ -1,48 +1,122 @@
-"""What carries out the stages of a plan."""
+"""What carries the bytes of a plan: a way through memory that is shared, or one of XLA programs.
+
+A transport makes of a plan a program, which knows no data. Started on arrays, the program fills what they move to,
+stage by stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import jax
 
-from dynajax.engine.tree import Leaf
-from dynajax.planner import Move
+from dynajax.engine.memories import Memories
+from dynajax.engine.report import Stopwatch
+from dynajax.engine.request import Request
+from dynajax.engine.stored import Endpoint
+from dynajax.planner import Plan
 
-Stage = Sequence[tuple[Move, Leaf]]
+Path = Literal["shared memory", "xla"]
+PATHS: tuple[Path, ...] = ("shared memory", "xla")
+
+Shards = Mapping[int, Any]
+"""The shards of an array by the number of their memory: arrays of one device, or of numpy."""
 
 
 class Transport(Protocol):
-    """Carries out one stage of a plan.
+    """A way to carry bytes.
 
     Attributes:
-        name: how reports call it.
-        overhead: bytes that each device holds meanwhile beside the shards.
+        request: what is moved.
+        memories: what the numbers of plans mean.
+        path: its name.
+        at_once: bytes that a stage of several tensors had better not exceed on all devices together; None for any.
     """
 
-    name: str
-    overhead: int
+    @property
+    def request(self) -> Request:
+        """See above."""
+        ...
 
-    def fill(self, stage: Stage, share: bool, check: bool) -> dict[int, jax.Array]:
-        """Fill the arrays that a stage fills, and return those that are whole now, by their place in the tree.
+    @property
+    def memories(self) -> Memories:
+        """See above."""
+        ...
 
-        They may still be on their way, as results of jax are; source arrays may be deleted meanwhile. The next stage
-        allocates nothing before they are there.
+    @property
+    def path(self) -> Path:
+        """See above."""
+        ...
 
-        Args:
-            stage: tensors to move, in arrays of their own or not.
-            share: True if the buffers that stay may be shared with the source (which is then given up); False if
-                the target needs buffers, or aliases, of its own.
-            check: compare every copied box with its source.
+    @property
+    def at_once(self) -> int | None:
+        """See above."""
+        ...
+
+    def room(self, budget: int) -> int:
+        """Bytes of a budget that it needs on every device beside the shards."""
+        ...
+
+    def lower(self, plan: Plan, room: int) -> Program:
+        """What carries out a plan with so much room.
 
         Raises:
-            CheckError: ``check`` found bytes that differ.
+            BudgetError: the room is too small; names a budget that does.
         """
         ...
 
-    def prepare(self, stage: Stage) -> None:
-        """Compile what ``fill`` will need; leaves may be without data."""
+
+class Program(Protocol):
+    """What carries out a plan.
+
+    Attributes:
+        overhead: bytes that it needs on a device beside the shards.
+        bytes_travelled: bytes that cross from device to device, padding included.
+    """
+
+    @property
+    def overhead(self) -> int:
+        """See above."""
+        ...
+
+    @property
+    def bytes_travelled(self) -> int:
+        """See above."""
+        ...
+
+    def compile(self) -> None:
+        """Have all that it needs compiled; may run in a thread of its own.
+
+        Raises:
+            BudgetError: XLA says that a program needs more memory than there is room for.
+        """
+        ...
+
+    def start(self, arrays: Sequence[Any], watch: Stopwatch) -> Filling:
+        """Begin to carry it out.
+
+        Args:
+            arrays: leaves of the state.
+            watch: where the time goes.
+        """
+        ...
+
+
+class Filling(Protocol):
+    """A program being carried out."""
+
+    def fill(self, stage: int) -> dict[Endpoint, Shards]:
+        """Fill what a stage fills.
+
+        Returns:
+            The shards, of this process, of the arrays that are whole now, without those that stay where they are. They
+            may still be on their way, as results of jax are; the next stage allocates nothing before they are there.
+        """
+        ...
+
+    def copies(self, shards: Sequence[jax.Array]) -> list[Any]:
+        """Shards of their own with what is in some that stay; their source is not given up."""
         ...
 
     def close(self) -> None:

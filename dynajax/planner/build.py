@@ -27,6 +27,7 @@ def build_plan(
     topology: Topology | None = None,
     memory: Memory = Memory.SHARDS,
     at_once: int | None = None,
+    keep: frozenset[int] = frozenset(),
 ) -> Plan:
     """The plan of a move between two layouts of one space.
 
@@ -38,6 +39,8 @@ def build_plan(
         memory: what can be freed, and when.
         at_once: bytes that a stage of several tensors may allocate on all devices together, if shards are freed whole;
             None for any.
+        keep: rows of the source's arrays (of its tensors, if each has one of its own) that are not given up all the
+            same.
 
     Raises:
         LayoutError: the layouts are of different spaces, the source lacks what the target needs, or the target is
@@ -65,10 +68,11 @@ def build_plan(
     made = tuple(m for m in moves if m is not None)
     if memory is Memory.PACKED:
         return _packed(made, devices, budget, donate, topology)
-    buffers = _buffers(made, source.arrays, target.arrays, devices)
-    stages = plan_stages(buffers, budget, donate, [t.path for t in source.space], at_once)
-    footprint = buffers.footprint(stages, donate)
-    return Plan(made, stages, budget, donate, footprint, memory, topology, source.arrays, target.arrays)
+    keep = keep if donate else frozenset(range(len(sizes) if source.arrays is None else len(source.arrays.tensors)))
+    buffers = _buffers(made, source.arrays, target.arrays, devices, keep)
+    stages = plan_stages(buffers, budget, [t.path for t in source.space], at_once)
+    arrays = source.arrays, target.arrays
+    return Plan(made, stages, budget, donate, buffers.footprint(stages), memory, topology, *arrays, keep)
 
 
 def _require_one_space(source: Layout, target: Layout) -> None:
@@ -108,7 +112,9 @@ def _by_geometry(source: Layout, target: Layout) -> list[tuple[Tiling, Tiling, b
     return list(found.values())
 
 
-def _buffers(moves: tuple[Move, ...], source: Arrays | None, target: Arrays | None, devices: int) -> Buffers:
+def _buffers(
+    moves: tuple[Move, ...], source: Arrays | None, target: Arrays | None, devices: int, keep: frozenset[int]
+) -> Buffers:
     """Bytes of every array on every device, counted once for each geometry."""
     counts: dict[int, tuple[np.ndarray, ...]] = {}
     rows: list[tuple[np.ndarray, ...]] = []
@@ -124,7 +130,12 @@ def _buffers(moves: tuple[Move, ...], source: Arrays | None, target: Arrays | No
     before, after, kept = (
         np.asarray([r[k] for r in rows], np.int64).reshape(len(rows), devices) * size for k in range(3)
     )
-    return Buffers(_shards(before, kept, source), _shards(after, kept, target), len(moves))
+    given = np.ones(len(moves) if source is None else len(source.tensors), bool)
+    given[list(keep)] = False
+    # A buffer that stays serves both sides only if the source gives it up; else the target has a copy.
+    owners = np.arange(len(moves)) if source is None else [source.owner(k) for k in range(len(moves))]
+    kept = kept * given[owners, None]
+    return Buffers(_shards(before, kept, source), _shards(after, kept, target), len(moves), given)
 
 
 def _shards(nbytes: Ints, kept: Ints, arrays: Arrays | None) -> Shards:
@@ -132,8 +143,8 @@ def _shards(nbytes: Ints, kept: Ints, arrays: Arrays | None) -> Shards:
         return Shards(nbytes, kept)
     held = np.zeros((len(arrays.tensors), nbytes.shape[1]), np.int64)
     held[:, : arrays.nbytes.shape[1]] = arrays.nbytes
-    # A buffer stays only where a tensor has an array of its own, before and after.
-    stay = [kept[rows[0]] if len(rows) == 1 else np.zeros_like(kept[0]) for rows in arrays.tensors]
+    # A buffer stays only where a tensor has an array of its own, before and after; of others nothing is kept.
+    stay = [kept[rows[0]] for rows in arrays.tensors]
     return Shards(held, np.stack(stay), arrays.tensors)
 
 

@@ -8,11 +8,12 @@ a device if the source is given up, source + target if it is kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dynajax.bytesize import format_bytes
 from dynajax.errors import BudgetError
@@ -35,16 +36,23 @@ class Footprint:
     Attributes:
         source, target: bytes of the layouts, shape (devices,).
         peak: the most bytes alive at once, shape (devices,).
+        stays: bytes of the source that are not given up, shape (devices,).
     """
 
     source: Ints
     target: Ints
     peak: Ints
+    stays: Ints
 
-    def extra(self, donate: bool) -> int:
+    @property
+    def base(self) -> Ints:
+        """What a device holds before or after the move, whichever is more, shape (devices,)."""
+        return np.maximum(self.source, self.stays + self.target)
+
+    @property
+    def extra(self) -> int:
         """The most that a device's peak lies above its base, at least 0."""
-        base = np.maximum(self.source, self.target) if donate else self.source + self.target
-        return int(np.maximum(self.peak - base, 0).max(initial=0))
+        return int(np.maximum(self.peak - self.base, 0).max(initial=0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +92,13 @@ class Buffers:
     Attributes:
         source, target: of the layouts; their tensors are the same.
         count: tensors.
+        given: True for source arrays that are given up, shape (arrays,).
     """
 
     source: Shards
     target: Shards
     count: int
+    given: NDArray[np.bool_]
 
     def allocated(self, order: Ints) -> Ints:
         """Bytes that each tensor of an order allocates, shape (tensors, devices)."""
@@ -96,7 +106,7 @@ class Buffers:
 
     def freed(self, order: Ints) -> Ints:
         """Bytes that each tensor of an order frees, shape (tensors, devices)."""
-        return self.source.in_order(order, last=True)
+        return replace(self.source, nbytes=self.source.nbytes * self.given[:, None]).in_order(order, last=True)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...] | None:
@@ -114,32 +124,36 @@ class Buffers:
                     members[keep] += members.pop(gone)
         return tuple(tuple(rows) for rows in members.values())
 
-    def footprint(self, stages: Sequence[Sequence[int]], donate: bool) -> Footprint:
-        """Bytes over the stages; without donation nothing is freed."""
+    @property
+    def base(self) -> Ints:
+        """What a device holds before or after the move, whichever is more, shape (devices,)."""
+        return self.footprint(()).base
+
+    def footprint(self, stages: Sequence[Sequence[int]]) -> Footprint:
+        """Bytes over the stages."""
         source, target = self.source.nbytes.sum(axis=0), self.target.nbytes.sum(axis=0)
         order = np.asarray([k for stage in stages for k in stage], np.int64)
-        allocated, freed = self.allocated(order), self.freed(order)
         live, start = source, 0
         peak = live.copy()
+        if len(order):
+            allocated, freed = self.allocated(order), self.freed(order)
         for stage in stages:
             rows = slice(start, start + len(stage))
             live = live + allocated[rows].sum(axis=0)
             peak = np.maximum(peak, live)
-            if donate:
-                live = live - freed[rows].sum(axis=0)
+            live = live - freed[rows].sum(axis=0)
             start += len(stage)
-        return Footprint(source, target, peak)
+        return Footprint(source, target, peak, self.source.nbytes[~self.given].sum(axis=0))
 
 
 def plan_stages(
-    buffers: Buffers, budget: int, donate: bool, names: Sequence[str], at_once: int | None = None
+    buffers: Buffers, budget: int, names: Sequence[str], at_once: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Stages as large as the budget and ``at_once`` allow, in an order that frees memory early.
 
     Args:
         buffers: bytes of every tensor.
         budget: bytes allowed above the base.
-        donate: whether sources are freed.
         names: paths of the tensors, for the error.
         at_once: bytes that a stage of several tensors may allocate on all devices together; None for any.
 
@@ -148,9 +162,9 @@ def plan_stages(
     """
     if not len(names):
         return ()
-    if not donate:
+    if not buffers.given.any():
         return (tuple(range(len(names))),)
-    base = np.maximum(buffers.source.nbytes.sum(axis=0), buffers.target.nbytes.sum(axis=0))
+    base = buffers.base
     best: tuple[int, int] | None = None
     for order in _orders(buffers):
         needed, worst = _needed(buffers, order, base)

@@ -84,8 +84,8 @@ def _fit(
             return None
         staged = tuple(_staged(route, itemsize, stages, grain) for route, itemsize in routes)
         peak = packed_peak([(r, itemsize) for r, (_, itemsize) in zip(staged, routes, strict=True)], source, donate)
-        footprint = Footprint(source, target, peak)
-        extra = footprint.extra(donate)
+        footprint = Footprint(source, target, peak, np.zeros_like(source) if donate else source)
+        extra = footprint.extra
         if extra <= budget:
             return staged, footprint
         if grain == 1 and stages > 2 * load:

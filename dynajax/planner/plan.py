@@ -78,12 +78,13 @@ class Plan:
     Attributes:
         moves: one a tensor, ordered by path.
         stages: rows of ``moves`` done together, in order; a stage ends before the next begins, on all devices.
-        budget: bytes that a device may hold above its base (see ``donate``).
-        donate: True if the source is given up: base = max(source, target); False: base = source + target.
+        budget: bytes that a device may hold above its base, the larger of what it holds before and after.
+        donate: True if the source is given up, but for what ``keep`` says.
         footprint: bytes of each device over the stages.
         memory: what can be freed, and when.
         topology: the links that the routes were chosen for, None if all devices are alike.
         source_arrays, target_arrays: what the tensors lie in before and after; None if each has an array of its own.
+        keep: rows of the source arrays (of the tensors, if there are none) that are not given up.
     """
 
     moves: tuple[Move, ...]
@@ -95,6 +96,11 @@ class Plan:
     topology: Topology | None = None
     source_arrays: Arrays | None = None
     target_arrays: Arrays | None = None
+    keep: frozenset[int] = frozenset()
+
+    def gives(self, row: int) -> bool:
+        """Whether the source array of a tensor, which is not shared, is given up."""
+        return (row if self.source_arrays is None else self.source_arrays.owner(row)) not in self.keep
 
     @cached_property
     def num_devices(self) -> int:
@@ -183,7 +189,7 @@ class Plan:
     @property
     def peak_extra_bytes(self) -> int:
         """The most that a device holds above its base."""
-        return self.footprint.extra(self.donate)
+        return self.footprint.extra
 
     def verify(self, numpy_below: int = 2**20) -> None:
         """Prove the plan by bookkeeping (``planner.proof``), and if it is small by carrying it out in numpy as well.
@@ -205,7 +211,10 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Equal for the same move however it was written down and wherever it was planned."""
-        digest = hashlib.sha256(repr((self.budget, self.donate, self.memory.value, self.stages)).encode())
+        facts = self.budget, self.donate, self.memory.value, self.stages, sorted(self.keep)
+        digest = hashlib.sha256(repr(facts).encode())
+        for arrays in (self.source_arrays, self.target_arrays):
+            digest.update(b"-" if arrays is None else arrays.key)
         for move in self.moves:
             digest.update(repr(move.tensor).encode() + move.route.key)
         return digest.hexdigest()

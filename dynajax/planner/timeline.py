@@ -22,7 +22,7 @@ def live_bytes(plan: Plan) -> Ints:
     change = np.empty((1 + 2 * len(plan.stages), plan.num_devices), np.int64)
     change[0] = plan.footprint.source
     change[1::2] = made
-    change[2::2] = -gone if plan.donate else 0
+    change[2::2] = -gone
     return np.cumsum(change, axis=0)
 
 
@@ -44,7 +44,8 @@ def stage_changes(plan: Plan) -> tuple[Ints, Ints]:
                 held = (move.target if out is made else move.source).elements(plan.num_devices) * move.tensor.itemsize
             else:
                 held = np.pad(arrays.nbytes[k], (0, plan.num_devices - arrays.nbytes.shape[1]))
-            if len(rows) == 1:
+            if plan.gives(rows[0]):
                 held[move.kept] = 0
-            out[when(stage_of[r] for r in rows)] += held
+            if out is made or k not in plan.keep:
+                out[when(stage_of[r] for r in rows)] += held
     return made, gone

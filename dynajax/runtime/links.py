@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dynajax.engine import Repeat, Report
+from dynajax.engine import Compiled, Report, prepare_reshard
 from dynajax.models import parameter_specs
 from dynajax.runtime.flat import flat_layout
 from dynajax.runtime.gradients import abstract_params
@@ -35,8 +35,8 @@ class Link:
     names: tuple[str, ...]
     propagation: Any
     target: Any
-    pulls: Repeat
-    pushes: Repeat
+    pulls: Compiled
+    pushes: Compiled
 
     @staticmethod
     def of(section: Section, layers: int, flat: Mesh, mesh: Mesh, dtype: Any) -> Link:
@@ -59,8 +59,8 @@ class Link:
             section.owns,
             propagation,
             target,
-            Repeat.of(flat_params, propagation, stored=source),
-            Repeat.of(grads, target, stored=propagation),
+            prepare_reshard(flat_params, propagation, stored=source, donatable=False),
+            prepare_reshard(grads, target, stored=propagation, donatable=False),
         )
 
     def pull(self, params: Any) -> tuple[Any, Report]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from dynajax.data import Cursor, Stream
-from dynajax.engine.keys import is_key
+from dynajax.engine.dtypes import is_key
 from dynajax.errors import RunError
 from dynajax.train.job import Job, Place
 from dynajax.train.state import TrainState, abstract

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from dynajax.balance import IterationPlan, PipelineFill, PlanAhead, Planner, short_text
 from dynajax.data import DocumentBatch, DocumentSteps, Segment
-from dynajax.engine.processes import Agreement, Processes
+from dynajax.engine.consensus import Consensus, Processes
 from dynajax.meshes import Placement
 from dynajax.runtime.flat import Span, add_section
 from dynajax.runtime.gradients import zeros_of
@@ -147,7 +147,7 @@ class DocumentStep:
 
     def _agreed(self, state: TrainState, batch: DocumentBatch) -> tuple[IterationPlan, list[_Pass]]:
         """The plan that all processes go by, and what its pipelines do."""
-        with Agreement(self._processes, _STEPPING) as agreement:
+        with Consensus(self._processes, _STEPPING) as agreement:
             cursor = int(state.cursor)
             plan = self._plans.take(cursor)
             where = self.place.pipelines(plan.candidate)

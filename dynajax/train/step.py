@@ -18,7 +18,7 @@ import jax
 import optax
 
 from dynajax.data import Batch
-from dynajax.engine.keys import is_key
+from dynajax.engine.dtypes import is_key
 from dynajax.errors import DeadlineError
 from dynajax.models import Params
 from dynajax.train.record import PipelineShare

@@ -91,8 +91,18 @@ def named_tiling(sharding: NamedSharding, shape: Sequence[int], devices: Ints | 
     Raises:
         LayoutError: an axis does not divide its dim, or the spec does not fit.
     """
+    require_fits(sharding, shape)
     mesh: Any = sharding.mesh
     mesh_shape = dict(mesh.shape)
+    devices = _device_ids(mesh) if devices is None else np.asarray(devices, np.int64).reshape(-1)
+    tiling = mesh_tiling(shape, mesh_shape, sharding.spec, devices)
+    summed = frozenset(sharding.spec.unreduced)
+    return _partial(tiling, mesh_shape, sharding.spec, summed, devices) if summed else tiling
+
+
+def require_fits(sharding: NamedSharding, shape: Sequence[int]) -> None:
+    """Raises LayoutError if an axis does not divide its dim, or the spec does not fit the shape or the mesh."""
+    mesh_shape = dict(sharding.mesh.shape)
     for dim, axes in enumerate(dim_axes(sharding.spec, shape, mesh_shape)):
         parts = math.prod(mesh_shape[a] for a in axes)
         if shape[dim] % parts:
@@ -100,10 +110,6 @@ def named_tiling(sharding: NamedSharding, shape: Sequence[int], devices: Ints | 
                 f"dim {dim} of size {shape[dim]} (shape {tuple(shape)}) is cut in {parts} by the mesh axes {axes}, "
                 f"which does not divide it; pad the dim to {-(-shape[dim] // parts) * parts} or choose other axes"
             )
-    devices = _device_ids(mesh) if devices is None else np.asarray(devices, np.int64).reshape(-1)
-    tiling = mesh_tiling(shape, mesh_shape, sharding.spec, devices)
-    summed = frozenset(sharding.spec.unreduced)
-    return _partial(tiling, mesh_shape, sharding.spec, summed, devices) if summed else tiling
 
 
 def _partial(

@@ -105,21 +105,34 @@ class Arrays:
     Attributes:
         tensors: rows of the space that each array stores parts of.
         nbytes: bytes of each array's shard on each device, shape (arrays, devices).
+        repeated: rows of tensors that are an array which an earlier tensor is too: that one counts as alone in it.
     """
 
     tensors: tuple[tuple[int, ...], ...]
     nbytes: Ints
+    repeated: frozenset[int] = frozenset()
+
+    @cached_property
+    def _owners(self) -> dict[int, int]:
+        return {row: array for array, rows in enumerate(self.tensors) for row in rows}
+
+    def owner(self, row: int) -> int:
+        """An array that stores a part of a tensor; the one that does, for tensors that are not shared."""
+        return self._owners[row]
 
     @cached_property
     def shared(self) -> frozenset[int]:
         """Tensors that are not alone in an array of their own."""
         times = Counter(row for rows in self.tensors for row in rows)
-        return frozenset(row for rows in self.tensors for row in rows if len(rows) > 1 or times[row] > 1)
+        alone = [rows for rows in self.tensors if self.repeated.issuperset(rows[1:])]
+        several = frozenset(row for rows in self.tensors for row in rows) - {rows[0] for rows in alone}
+        return several | self.repeated | {row for row, n in times.items() if n > 1}
 
     @cached_property
     def key(self) -> bytes:
         """Equal for arrays that are alike."""
-        return hashlib.sha256(repr((self.tensors, self.nbytes.shape)).encode() + self.nbytes.tobytes()).digest()
+        facts = self.tensors, sorted(self.repeated), self.nbytes.shape
+        return hashlib.sha256(repr(facts).encode() + self.nbytes.tobytes()).digest()
 
 
 @dataclass(frozen=True, eq=False)

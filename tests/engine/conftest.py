@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynajax.engine.paths import PATHS
+from dynajax.engine.transport import PATHS
 
 
 @pytest.fixture(params=PATHS)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 import dynajax as dj
 from dynajax.engine import programs
-from dynajax.engine.paths import Path
+from dynajax.engine.transport import Path
 from dynajax.engine.waves import NOWHERE, Grains, longest_of, waves_of, words_and_grain
 from dynajax.engine.words import Words, is_packed
 from dynajax.errors import LayoutError, TopologyError

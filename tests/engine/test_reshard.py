@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 import dynajax as dj
 from dynajax.engine import plan_reshard
-from dynajax.engine.paths import Path
+from dynajax.engine.transport import Path
 from dynajax.meshes import Tier, Topology
 
 NAMES = list(PLACEMENTS)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 import dynajax as dj
 from dynajax.engine import Stored
-from dynajax.engine.paths import Path
+from dynajax.engine.transport import Path
 from dynajax.errors import LayoutError, TargetError
 from dynajax.runtime import Cut, CutLayers, Storage, storage_of
 from dynajax.vps import named_tiling, stored_tiling

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dynajax.engine.paths import Path as Way
+from dynajax.engine.transport import Path as Way
 
 SCRIPT = Path(__file__).with_name("switches.py")
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 import dynajax as dj
 from dynajax.engine import prepare_reshard, programs, shared_memory, uninitialised
 from dynajax.engine.batches import batches
-from dynajax.engine.paths import Path
+from dynajax.engine.transport import Path
 
 SIDE = 512
 

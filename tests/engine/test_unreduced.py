@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 import dynajax as dj
 from dynajax.engine import Stored, programs, xla
-from dynajax.engine.paths import Path
+from dynajax.engine.transport import Path
 from dynajax.engine.waves import words_and_grain
 from dynajax.errors import CheckError, TargetError
 from dynajax.meshes import Tier, Topology

@@ -6,20 +6,19 @@ one process has nobody to tell, and compiles nothing for it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
 import jax
-import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import PartitionSpec
 
 from dynajax import errors
-from dynajax.engine import programs
-from dynajax.engine.programs import Devices
-from dynajax.engine.tree import is_target
+from dynajax.engine import _jax_private as private
+from dynajax.engine.spmd import AXIS, Devices, blocks_of, mesh_of, of_this_process, over, rows
 from dynajax.errors import AgreementError, DeadlineError, DynajaxError
 
 _WORDS = 1024
@@ -38,18 +37,15 @@ class Processes:
     """
 
     def __init__(self, devices: Devices) -> None:
-        self._devices, self._here = devices, programs.of_this_process(devices)
+        self._devices, self._here = devices, of_this_process(devices)
         self._first: dict[int, int] = {}
         for row, device in enumerate(devices):
             self._first.setdefault(device.process_index, row)
 
     @staticmethod
-    def of(*trees: Any) -> Processes:
-        """The processes of all shardings in some trees, whether the trees fit each other or not."""
-        leaves = jtu.tree_leaves(trees, is_leaf=is_target)
-        found = {id(s): s for s in (x if isinstance(x, Sharding) else getattr(x, "sharding", None) for x in leaves)}
-        devices = {d for s in found.values() if isinstance(s, Sharding) for d in s.device_set}
-        return Processes(tuple(sorted(devices, key=lambda d: d.id)))
+    def of(devices: Iterable[jax.Device]) -> Processes:
+        """The processes of some devices in any order."""
+        return Processes(tuple(sorted(set(devices), key=lambda d: d.id)))
 
     @property
     def numbers(self) -> list[int]:
@@ -64,7 +60,7 @@ class Processes:
     def prepare(self) -> None:
         """Compile what ``gather`` needs."""
         if self.talk:
-            programs.gather(self._devices, _WORDS)
+            _gather(self._devices)
 
     def gather(self, said: np.ndarray) -> np.ndarray:
         """What every process says, shape (processes, n), told to all; this one alone is heard if nobody else is there.
@@ -77,13 +73,14 @@ class Processes:
         """
         if not self.talk:
             return said[None]
-        program, devices = programs.gather(self._devices, _WORDS), len(self._devices)
+        program, devices = _gather(self._devices), len(self._devices)
         heard: list[np.ndarray] = []
         for start in range(0, len(said), _WORDS):
             part = said[start : start + _WORDS]
-            rows = np.tile(np.pad(part, (0, _WORDS - len(part))), (len(self._here), 1))
+            table = np.tile(np.pad(part, (0, _WORDS - len(part))), (len(self._here), 1))
             with self.waiting():
-                all_of_it = program(programs.place(self._devices, rows, self._here)).addressable_shards[0].data
+                heard_here = private.run(program, [rows(self._devices, table)])[0]
+                all_of_it = blocks_of(heard_here, self._devices)[self._here[0]]
                 heard.append(np.asarray(all_of_it).reshape(devices, _WORDS)[list(self._first.values()), : len(part)])
         return np.concatenate(heard, axis=1) if heard else np.zeros((len(self._first), 0), np.uint32)
 
@@ -118,7 +115,7 @@ class Processes:
             ) from error
 
 
-class Agreement:
+class Consensus:
     """On leaving it, all processes raise alike if one of them raised, or if what they are about to do differs.
 
     Args:
@@ -165,3 +162,16 @@ class Agreement:
         if len(alike) > 1:
             groups = " and ".join(f"processes {numbers}" for numbers in alike.values())
             raise AgreementError(f"{groups} are about to {self._doing}")
+
+
+@functools.lru_cache(maxsize=64)
+def _gather(devices: Devices) -> jax.stages.Compiled:
+    """``(said) -> heard``: the words of every device, told to all of them."""
+
+    def dynajax_gather(said: jax.Array) -> list[jax.Array]:
+        return [jax.lax.all_gather(said, AXIS, tiled=True)]
+
+    mesh, spec = mesh_of(devices), PartitionSpec(AXIS)
+    mapped = jax.shard_map(dynajax_gather, mesh=mesh, in_specs=spec, out_specs=[spec], check_vma=False)
+    with private.own_settings():
+        return jax.jit(mapped).lower(over(devices, (_WORDS,), np.uint32)).compile()

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 import dynajax as dj
 from dynajax.engine import Bundle, Repeat
-from dynajax.engine.paths import Path
+from dynajax.engine.transport import Path
 from dynajax.errors import TargetError
 from dynajax.vps import bucket_parts
 

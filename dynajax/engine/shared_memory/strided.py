@@ -1,8 +1,8 @@
-"""What a move copies, as boxes of buffers: offsets and strides in bytes, as few boxes as there can be.
+"""Strided copies between buffers: offsets and strides in bytes, as few copies as there can be.
 
-Copying a box costs about a microsecond before its first byte. So boxes that are alike and lie at regular distances in
-the same two buffers become one box with a dim more: a rank's share of a flat array that is cut over twenty devices, or
-one piece for each of eight shards that lie side by side, is one box.
+A copy costs about a microsecond before its first byte. So copies that are alike, at regular distances in the same two
+buffers, become one copy with a dim more: a rank's share of a flat array that is cut over twenty devices, or one piece
+for each of eight shards that lie side by side, is one copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PASSES = 3
 """How many dims are looked for: layers, ranks and replicas may each be one."""
 
 
-class Box(NamedTuple):
+class StridedCopy(NamedTuple):
     """One box to copy.
 
     Attributes:
@@ -57,7 +57,7 @@ class Box(NamedTuple):
             np.ndarray(extent, dtype, buffers[read], origin, origin_stride),
         )
 
-    def cut(self, most: int) -> Iterable[Box]:
+    def cut(self, most: int) -> Iterable[StridedCopy]:
         """The box in parts of about ``most`` bytes, cut along its longest dim."""
         parts = min(-(-self.nbytes // most), max(self.extent, default=1))
         if parts <= 1:
@@ -71,14 +71,14 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Boxes:
-    """Boxes, one row each.
+class StridedCopies:
+    """Strided copies, one row each.
 
     Attributes:
-        fixed: turn, added, filled and read, which boxes have to share to become one; shape (boxes, 4). Boxes of a turn
-            may be copied at once, when those of all turns before are; for the others see ``Box``.
-        extent, to_stride, origin_stride: shape (boxes, rank).
-        to, origin: shape (boxes,).
+        fixed: phase, added, filled and read: only copies with the same four can become one; shape (copies, 4). Those of
+            a phase may be made at once, when those of all phases before are; for the others see ``StridedCopy``.
+        extent, to_stride, origin_stride: shape (copies, rank).
+        to, origin: shape (copies,).
     """
 
     fixed: Ints
@@ -88,19 +88,19 @@ class Boxes:
     origin: Ints
     origin_stride: Ints
 
-    def merged(self) -> Boxes:
-        """The same bytes in fewer boxes."""
+    def merged(self) -> StridedCopies:
+        """The same bytes in fewer copies."""
         long = self.extent > 1
-        boxes = replace(self, to_stride=self.to_stride * long, origin_stride=self.origin_stride * long)
+        copies = replace(self, to_stride=self.to_stride * long, origin_stride=self.origin_stride * long)
         for _ in range(_PASSES):
-            count = len(boxes.to)
-            boxes = boxes._joined() if count > 1 else boxes
-            if len(boxes.to) == count:
+            count = len(copies.to)
+            copies = copies._joined() if count > 1 else copies
+            if len(copies.to) == count:
                 break
-        return boxes
+        return copies
 
-    def _joined(self) -> Boxes:
-        """Runs of boxes that are alike, at equal distances, as one box each, whose first dim is the run."""
+    def _joined(self) -> StridedCopies:
+        """Runs of copies that are alike, at equal distances, as one copy each, whose first dim is the run."""
         alike = np.concatenate([self.fixed, self.extent, self.to_stride, self.origin_stride], axis=1)
         kind = np.unique(alike, axis=0, return_inverse=True)[1].ravel()
         order = np.lexsort((self.origin, self.to, kind))
@@ -108,7 +108,7 @@ class Boxes:
         begin = _runs(step)
         first, count = order[begin], np.diff(np.append(begin, len(order)))
         by = np.where(count[:, None] > 1, np.append(step, np.zeros((1, 3), np.int64), axis=0)[begin], 0)
-        return Boxes(
+        return StridedCopies(
             self.fixed[first],
             np.column_stack([count, self.extent[first]]),
             self.to[first],
@@ -117,8 +117,8 @@ class Boxes:
             np.column_stack([by[:, 2], self.origin_stride[first]]),
         )
 
-    def listed(self, word: np.dtype[Any], element: np.dtype[Any]) -> list[tuple[int, Box]]:
-        """Each box with its turn.
+    def listed(self, word: np.dtype[Any], element: np.dtype[Any]) -> list[tuple[int, StridedCopy]]:
+        """Each copy with its phase.
 
         Args:
             word: to copy elements as.
@@ -127,10 +127,12 @@ class Boxes:
         columns = (self.fixed, self.extent, self.to, self.to_stride, self.origin, self.origin_stride)
         return [
             (
-                turn,
-                Box(filled, read, element if added else word, tuple(extent), to, tuple(ts), origin, tuple(os), added),
+                phase,
+                StridedCopy(
+                    filled, read, element if added else word, tuple(extent), to, tuple(ts), origin, tuple(os), added
+                ),
             )
-            for (turn, added, filled, read), extent, to, ts, origin, os in zip(
+            for (phase, added, filled, read), extent, to, ts, origin, os in zip(
                 *(c.tolist() for c in columns), strict=True
             )
         ]

@@ -1,13 +1,13 @@
-"""Places: the numbers by which plans know a device's memories, and the layouts of jax arrays over them.
+"""The numbers by which plans know the memories of devices, and the layouts of jax arrays over them.
 
-A place is one memory of one device. A plan that goes from device memory to pinned host memory of the
-same device thus moves bytes, as it does in truth.
+A plan that goes from device memory to pinned host memory of the same device moves bytes, as it does in truth: to a plan
+these are two memories.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding, Sharding
 from numpy.typing import NDArray
 
 from dynajax.engine import _jax_private as private
-from dynajax.engine.tree import Bundle, Held, Leaf, Stored
-from dynajax.engine.words import can_be_summed
+from dynajax.engine.dtypes import can_be_summed
+from dynajax.engine.request import Request
+from dynajax.engine.stored import Bundle, Endpoint, Stored
 from dynajax.errors import LayoutError, TargetError, TopologyError
 from dynajax.meshes import Topology
 from dynajax.planner import Plan
@@ -28,35 +29,36 @@ from dynajax.vps.parts import joined, parts_tiling
 from dynajax.vps.region import Ints
 from dynajax.vps.tiling import sums
 
-Place = tuple[jax.Device, str | None]
+Memory = tuple[jax.Device, str | None]
+"""A device and the kind of its memory."""
 
 
 @dataclass(frozen=True)
-class Places:
-    """All places that a move touches, numbered in the order of device id and memory kind."""
+class Memories:
+    """All memories that a move touches, numbered in the order of device id and memory kind."""
 
-    places: tuple[Place, ...]
+    listed: tuple[Memory, ...]
 
     @staticmethod
-    def of(shardings: Iterable[Sharding]) -> Places:
-        """The places of some shardings."""
+    def of(shardings: Iterable[Sharding]) -> Memories:
+        """The memories of some shardings."""
         found = {(d, memory_kind(s)) for s in set(shardings) for d in s.device_set}
-        return Places(tuple(sorted(found, key=lambda p: (p[0].id, p[1] or ""))))
+        return Memories(tuple(sorted(found, key=lambda m: (m[0].id, m[1] or ""))))
 
     @staticmethod
-    def of_leaves(leaves: Iterable[Leaf]) -> Places:
-        """The places of a state, before and after a move."""
-        return Places.of(end.stored.sharding for leaf in leaves for end in (*leaf.sources, *leaf.targets))
+    def of_request(request: Request) -> Memories:
+        """The memories of a state, before and after a move."""
+        return Memories.of(end.stored.sharding for end in (*request.sources, *request.targets))
 
     @cached_property
-    def number(self) -> dict[Place, int]:
-        """Number of each place."""
-        return {place: k for k, place in enumerate(self.places)}
+    def number(self) -> dict[Memory, int]:
+        """Number of each memory."""
+        return {memory: k for k, memory in enumerate(self.listed)}
 
     @cached_property
     def devices(self) -> tuple[jax.Device, ...]:
         """The devices, in the order of their ids."""
-        return tuple(dict.fromkeys(device for device, _ in self.places))
+        return tuple(dict.fromkeys(device for device, _ in self.listed))
 
     @cached_property
     def are_here(self) -> bool:
@@ -64,8 +66,8 @@ class Places:
         return all(device.process_index == device.client.process_index() for device in self.devices)
 
     def differ(self, a: Ints, b: Ints) -> NDArray[np.bool_]:
-        """True where places ``a[k]`` and ``b[k]`` are of different devices."""
-        ids = np.asarray([device.id for device, _ in self.places])
+        """True where memories ``a[k]`` and ``b[k]`` are of different devices."""
+        ids = np.asarray([device.id for device, _ in self.listed])
         return ids[a] != ids[b]
 
     def numbers(self, sharding: Sharding) -> dict[jax.Device, int]:
@@ -81,18 +83,18 @@ class Places:
             tier = topology.between(traffic.sender, traffic.receiver)
         else:
             names = ["device", "process", "network"]
-            process = np.asarray([device.process_index for device, _ in self.places])
+            process = np.asarray([device.process_index for device, _ in self.listed])
             apart = process[traffic.sender] != process[traffic.receiver]
             tier = self.differ(traffic.sender, traffic.receiver).astype(np.int64) + apart
         return dict(zip(names, sums(tier, traffic.nbytes, len(names)).tolist(), strict=True))
 
     def links(self, topology: Topology) -> Topology:
-        """The links between the places, given those between devices by their ids.
+        """The links between the memories, given those between devices by their ids.
 
         Raises:
             TopologyError: the topology lacks a device.
         """
-        ids = [device.id for device, _ in self.places]
+        ids = [device.id for device, _ in self.listed]
         if max(ids, default=-1) >= topology.num_devices:
             raise TopologyError(
                 f"the move uses device {max(ids)} and topology {topology.name!r} has {topology.num_devices} devices, "
@@ -106,26 +108,26 @@ def memory_kind(sharding: Sharding) -> str | None:
     return sharding.memory_kind or next(iter(sharding.device_set)).default_memory().kind
 
 
-def shards_of(array: Any, places: Places) -> dict[int, jax.Array]:
-    """The physical shard of an array at each place of this process; none of what stands for an array elsewhere."""
+def shards_of(array: Any, memories: Memories) -> dict[int, jax.Array]:
+    """The physical shard of an array in each memory of this process; none of what stands for an array elsewhere."""
     if not isinstance(array, jax.Array):
         return {}
-    number, order = places.numbers(array.sharding), private.device_order(array.sharding)
+    number, order = memories.numbers(array.sharding), private.device_order(array.sharding)
     return dict(zip((number[d] for d in order), private.shards(private.physical(array)), strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
-def array_tiling(sharding: Sharding, shape: tuple[int, ...], places: Places) -> Tiling:
+def array_tiling(sharding: Sharding, shape: tuple[int, ...], memories: Memories) -> Tiling:
     """Who holds what of a jax array.
 
     Raises:
         LayoutError: the sharding does not fit the shape.
     """
     if isinstance(sharding, NamedSharding):
-        numbers = places.numbers(sharding)
+        numbers = memories.numbers(sharding)
         devices = np.asarray(sharding.mesh.devices).flat
         return named_tiling(sharding, shape, np.asarray([numbers[d] for d in devices], np.int64))
-    numbers = places.numbers(sharding)
+    numbers = memories.numbers(sharding)
     try:
         slices = sharding.devices_indices_map(shape)
     except ValueError as error:
@@ -137,47 +139,53 @@ def array_tiling(sharding: Sharding, shape: tuple[int, ...], places: Places) -> 
     return Tiling.of_boxes(shape, np.asarray([numbers[d] for d in slices], np.int64), bounds[0], bounds[1])
 
 
-def layouts(leaves: list[Leaf], places: Places) -> tuple[Layout, Layout]:
-    """Source and target layout of the leaves."""
-    space = Space(tuple(leaf.tensor for leaf in leaves))
-    before, after = [leaf.sources for leaf in leaves], [leaf.targets for leaf in leaves]
-    source, target = _layout(space, before, places, True), _layout(space, after, places, False)
-    for leaf, has, wants in zip(leaves, source.tilings, target.tilings, strict=True):
+def layouts(request: Request, memories: Memories) -> tuple[Layout, Layout]:
+    """Source and target layout of the tensors.
+
+    Raises:
+        TargetError: the shardings do not fit the tensors, or ask for sums that cannot be made.
+    """
+    space = Space(tuple(leaf.tensor for leaf in request.leaves))
+    source = _layout(space, [leaf.sources for leaf in request.leaves], memories, True)
+    target = _layout(space, [leaf.targets for leaf in request.leaves], memories, False)
+    for leaf, has, wants in zip(request.leaves, source.tilings, target.tilings, strict=True):
         if wants.partial:
             raise TargetError(f"{leaf.tensor.path}: the target has unreduced axes, and a move makes no parts of a sum")
-        if has.partial and not can_be_summed(leaf.sources[0].array.dtype):
+        if has.partial and not can_be_summed(leaf.sources[0].like.dtype):
             raise TargetError(f"{leaf.tensor.path}: parts of {leaf.tensor.dtype} cannot be summed on the way")
     return source, target
 
 
-def _layout(space: Space, held: list[tuple[Held, ...]], places: Places, spare_copies: bool) -> Layout:
+def _layout(space: Space, ends: list[tuple[Endpoint, ...]], memories: Memories, spare_copies: bool) -> Layout:
     """The layout of the arrays that hold each tensor; ``spare_copies`` on one device count once."""
-    tilings = tuple(_tiling(t, arrays, places, spare_copies) for t, arrays in zip(space, held, strict=True))
-    if all(len(arrays) == 1 and arrays[0].tensors == 1 for arrays in held):
+    tilings = tuple(_tiling(t, arrays, memories, spare_copies) for t, arrays in zip(space, ends, strict=True))
+    if all(len(arrays) == 1 and arrays[0].tensors == 1 for arrays in ends):
         return Layout(space, tilings)
-    rows: dict[Held, list[int]] = {}
-    for row, array in ((row, array) for row, arrays in enumerate(held) for array in arrays):
+    rows: dict[Endpoint, list[int]] = {}
+    for row, array in ((row, array) for row, arrays in enumerate(ends) for array in arrays):
         rows.setdefault(array, []).append(row)
     order = sorted(rows, key=lambda array: array.index)
-    nbytes = np.zeros((len(order), len(places.places)), np.int64)
+    nbytes = np.zeros((len(order), len(memories.listed)), np.int64)
     for k, array in enumerate(order):
-        on = list(places.numbers(array.stored.sharding).values())
+        on = list(memories.numbers(array.stored.sharding).values())
         nbytes[k, on] = array.room * space.tensors[rows[array][0]].itemsize
-    return Layout(space, tilings, Arrays(tuple(tuple(rows[array]) for array in order), nbytes))
+    # Several tensors of one array that is no bundle are that array, at several places of the tree.
+    repeated = frozenset(row for array in order if isinstance(array.stored, Stored) for row in rows[array][1:])
+    return Layout(space, tilings, Arrays(tuple(tuple(rows[array]) for array in order), nbytes, repeated))
 
 
 @functools.lru_cache(maxsize=4096)
-def _stored_tiling(stored: Stored | Bundle, path: str, places: Places) -> Tiling:
-    array = array_tiling(stored.sharding, stored.array_shape, places)
+def _stored_tiling(stored: Stored | Bundle, path: str, memories: Memories) -> Tiling:
+    array = array_tiling(stored.sharding, stored.array_shape, memories)
     if isinstance(stored, Bundle):
         parts = [part for part in stored.parts if part.tensor == path]
         return parts_tiling(array, parts[0].shape, parts)
     return array if stored.is_plain else stored_tiling(array, stored.shape, stored.pieces)
 
 
-def _tiling(tensor: Tensor, arrays: tuple[Held, ...], places: Places, spare_copies: bool) -> Tiling:
+def _tiling(tensor: Tensor, arrays: tuple[Endpoint, ...], memories: Memories, spare_copies: bool) -> Tiling:
     try:
-        tilings = [_stored_tiling(a.stored, _path(tensor, a), places) for a in arrays]
+        tilings = [_stored_tiling(a.stored, _path(tensor, a), memories) for a in arrays]
         if len(arrays) == 1 and isinstance(arrays[0].stored, Stored):
             return tilings[0]
         tiling = joined(tilings, [a.room for a in arrays], spare_copies)
@@ -187,6 +195,13 @@ def _tiling(tensor: Tensor, arrays: tuple[Held, ...], places: Places, spare_copi
         raise TargetError(f"{tensor.path}: {error}") from None
 
 
-def _path(tensor: Tensor, array: Held) -> str:
+def _path(tensor: Tensor, array: Endpoint) -> str:
     """The tensor's path where it matters, so that tensors alike share what is known of their tilings."""
     return tensor.path if isinstance(array.stored, Bundle) else ""
+
+
+def located(arrays: Sequence[Endpoint], offset: Ints) -> tuple[Ints, Ints]:
+    """Which of a tensor's arrays each offset is in, and where in its shard; the shards are numbered end to end."""
+    starts = np.cumsum([0, *(array.room for array in arrays)])
+    k = np.searchsorted(starts, offset, side="right") - 1
+    return k, offset - starts[k]

@@ -1,0 +1,420 @@
+"""What a move is asked for, as a value: the tensors of a state, and the arrays that store them before and after.
+
+Tensors meet by name. An array that is a tensor is named by its path in the tree; a ``Bundle`` names the tensors of its
+parts. Without bundles the result has the tree of the state; with them the target tree is written out whole, since five
+buckets may become twelve parameters, and the result has its tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from dynajax.engine import _jax_private as private
+from dynajax.engine.dtypes import is_key
+from dynajax.engine.stored import ArraySpec, Bundle, Endpoint, Stored
+from dynajax.engine.targets import broadcast, checked_sharding, is_target, some, target_of
+from dynajax.errors import LayoutError, TargetError
+from dynajax.vps import Part, Tensor
+from dynajax.vps.space import tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """A tensor of the state and the arrays that it moves between: nearly always one, which stores nothing else.
+
+    Attributes:
+        tensor: its name, logical shape and dtype.
+        sources, targets: the arrays that store it before and after, in tree order.
+    """
+
+    tensor: Tensor
+    sources: tuple[Endpoint, ...]
+    targets: tuple[Endpoint, ...]
+
+    @property
+    def has_own_target(self) -> bool:
+        """True if one array stores the tensor before the move, and one that stores nothing else after it."""
+        return len(self.sources) == len(self.targets) == self.targets[0].tensors == 1
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A move that is asked for.
+
+    Attributes:
+        leaves: the tensors to move, ordered by name.
+        before, after: structure of the tree of the state, and of the result.
+        like: spec of each leaf of the state that is an array; None for others.
+        paths: of the leaves of the state.
+        stays: leaves of the result that are leaves of the state: index after and before.
+        told: arrays of the result that every process makes of a value of its own, by the index of that.
+        donated: whether the caller gives up each leaf of the state.
+    """
+
+    leaves: tuple[Leaf, ...]
+    before: jtu.PyTreeDef
+    after: jtu.PyTreeDef
+    like: tuple[ArraySpec | None, ...]
+    paths: tuple[str, ...]
+    stays: dict[int, int]
+    told: dict[int, Endpoint]
+    donated: tuple[bool, ...]
+
+    @cached_property
+    def sources(self) -> tuple[Endpoint, ...]:
+        """The arrays before the move, each once, in tree order."""
+        return _once(end for leaf in self.leaves for end in leaf.sources)
+
+    @property
+    def rows(self) -> tuple[Endpoint, ...]:
+        """The source arrays in the order in which plans number them."""
+        alone = all(len(leaf.sources) == leaf.sources[0].tensors == 1 for leaf in self.leaves)
+        return tuple(leaf.sources[0] for leaf in self.leaves) if alone else self.sources
+
+    def gives(self, end: Endpoint) -> bool:
+        """Whether the caller gives up a source array, at all places where it is."""
+        return all(self.donated[k] for k in (end.index, *end.repeats))
+
+    @cached_property
+    def targets(self) -> tuple[Endpoint, ...]:
+        """The arrays after the move, each once, in tree order."""
+        return _once(end for leaf in self.leaves for end in leaf.targets)
+
+
+def _once(ends: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
+    return tuple(sorted(dict.fromkeys(ends), key=lambda end: end.index))
+
+
+def read(tree: Any, targets: Any, stored: Any = None, donate: Any = False) -> Request:
+    """Read a state, its targets, and what is said of both.
+
+    Leaves that are not jax arrays (python and numpy scalars and arrays, strings) have no devices and stay as they are.
+
+    Args:
+        tree: any pytree; ``jax.ShapeDtypeStruct`` leaves with shardings may stand for arrays.
+        targets: a tree of what ``dynajax.engine.targets`` lists, a prefix, or one for all; a whole tree of any
+            structure if it or ``stored`` has a ``Bundle``.
+        stored: a tree of ``Stored`` or ``Bundle`` that says how the arrays of ``tree`` store their tensors, alike; None
+            if every array is its tensor.
+        donate: a bool, or a tree of bools, alike.
+
+    Raises:
+        TargetError: what is given does not fit together; names the path.
+    """
+    with_paths, before = jtu.tree_flatten_with_path(tree)
+    paths, leaves = tuple(jtu.keystr(p) for p, _ in with_paths), [leaf for _, leaf in with_paths]
+    says = [None] * len(paths) if stored is None else broadcast(stored, tree, paths, "tree of what is stored")
+    state = _State(paths, leaves, says, private.mesh_that_is_set(), _bools(donate, tree, paths))
+    if any(isinstance(x, Bundle) for x in jtu.tree_leaves((targets, stored), is_leaf=is_target)):
+        return state.regrouped(targets, before)
+    return state.as_it_is(broadcast(targets, tree, paths), before)
+
+
+def _bools(donate: Any, tree: Any, paths: Sequence[str]) -> tuple[bool, ...]:
+    """Whether each leaf is given up."""
+    if isinstance(donate, bool | np.bool_):
+        return (bool(donate),) * len(paths)
+    said = broadcast(donate, tree, paths, "tree of donate")
+    for path, one in zip(paths, said, strict=True):
+        if not isinstance(one, bool | np.bool_ | None):
+            raise TargetError(f"{path}: donate is a {type(one).__name__}; give True or False")
+    return tuple(bool(one) for one in said)
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """A state as it was given; see ``read``."""
+
+    paths: tuple[str, ...]
+    leaves: list[Any]
+    says: list[Any]
+    mesh: Mesh | None
+    donated: tuple[bool, ...]
+
+    def as_it_is(self, goals: Sequence[Any], treedef: jtu.PyTreeDef) -> Request:
+        """A move whose result has the tree of the state."""
+        moved = [k for k, leaf in enumerate(self.leaves) if is_array(leaf) and goals[k] is not None]
+        sources = {k: self._source(k) for k in moved}
+        targets = {k: self._target(k, goals[k], sources[k]) for k in moved}
+        told = {k: targets[k] for k in moved if self._is_local(k, sources[k], targets.values())}
+        moving = {k: end for k, end in sources.items() if k not in told}
+        devices = (d for end in (*moving.values(), *targets.values()) for d in end.stored.sharding.device_set)
+        # Several processes have to find the same, so between them only one object at two places counts.
+        first = self._first_alike(moving, all(d.process_index == d.client.process_index() for d in set(devices)))
+        readers: dict[int, list[int]] = {}
+        for k, at in first.items():
+            readers.setdefault(at, []).append(k)
+        ends = {k: replace(sources[k], tensors=len(of), repeats=tuple(of[1:])) for k, of in readers.items()}
+        found = [Leaf(self._tensor(k, sources[k]), (ends[at],), (targets[k],)) for k, at in first.items()]
+        stays = {k: k for k in range(len(self.leaves)) if k not in sources}
+        return self._request(found, treedef, treedef, stays, told)
+
+    def regrouped(self, targets: Any, before: jtu.PyTreeDef) -> Request:
+        """A move whose result has the tree of the targets; its tensors meet by name."""
+        arrays = [_Array.of(self.paths[k], self._source(k)) for k, leaf in enumerate(self.leaves) if is_array(leaf)]
+        seen: set[int] = set()
+        for array in arrays:
+            leaf = self.leaves[array.end.index]
+            if id(leaf) in seen:
+                raise TargetError(f"{array.path}: one array is at two places of the state; give each its own copy")
+            seen.add(id(leaf))
+        others = {path: k for k, path in enumerate(self.paths) if not is_array(self.leaves[k])}
+        tensors = _tensors(arrays)
+        with_paths, after = jtu.tree_flatten_with_path(targets, is_leaf=is_target)
+        made: list[_Array] = []
+        stays: dict[int, int] = {}
+        for index, (key, goal) in enumerate(with_paths):
+            path = jtu.keystr(key)
+            if path in others:
+                stays[index] = others[path]
+            else:
+                made.append(self._to_make(path, index, goal, tensors))
+        _require_places(tensors, made)
+        arrays, made, found = _unchanged(arrays, made)
+        found += _leaves(arrays, made, tensors)
+        return self._request(found, before, after, stays, {})
+
+    def _request(
+        self,
+        found: list[Leaf],
+        before: jtu.PyTreeDef,
+        after: jtu.PyTreeDef,
+        stays: dict[int, int],
+        told: dict[int, Endpoint],
+    ) -> Request:
+        ordered = tuple(sorted(found, key=lambda leaf: leaf.tensor.path))
+        like = tuple(ArraySpec.of(leaf) if is_array(leaf) else None for leaf in self.leaves)
+        return Request(ordered, before, after, like, self.paths, stays, told, self.donated)
+
+    def _source(self, k: int) -> Endpoint:
+        """Leaf ``k`` as it is said to be stored, with the sharding that it has."""
+        path, leaf, said = self.paths[k], self.leaves[k], self.says[k]
+        _require_movable(path, leaf)
+        shape = tuple(int(n) for n in leaf.shape)
+        sharding = checked_sharding(path, leaf.sharding, shape, self.mesh)
+        layout = private.layout_of(leaf)
+        if not isinstance(said, Stored | Bundle):
+            return Endpoint(k, Stored.plain(sharding, shape), ArraySpec.of(leaf), layout=layout)
+        if said.array_shape != shape:
+            raise TargetError(f"{path}: the array has shape {shape} and is said to be stored as {said.array_shape}")
+        return Endpoint(k, replace(said, sharding=sharding), ArraySpec.of(leaf), layout=layout)
+
+    def _target(self, k: int, goal: Any, source: Endpoint) -> Endpoint:
+        shape = self._tensor(k, source).shape
+        return Endpoint(k, target_of(self.paths[k], goal, shape, source.like.dtype, self.mesh), source.like)
+
+    def _tensor(self, k: int, source: Endpoint) -> Tensor:
+        assert isinstance(source.stored, Stored)
+        return replace(tensor(self.paths[k], source.like), shape=source.stored.shape)
+
+    def _to_make(self, path: str, index: int, goal: Any, tensors: dict[str, _Known]) -> _Array:
+        """An array of the result."""
+        if isinstance(goal, Bundle):
+            sharding = checked_sharding(path, goal.sharding, goal.array_shape, self.mesh)
+            for part in goal.parts:
+                _require_known(path, part, tensors)
+            like = tensors[goal.parts[0].tensor].like if goal.parts else ArraySpec((), None, sharding, False)
+            return _Array.of(path, Endpoint(index, replace(goal, sharding=sharding), like))
+        if path not in tensors:
+            raise TargetError(f"{path}: the state has no tensor of this name; it has {some(sorted(tensors))}")
+        if goal is None:
+            raise TargetError(f"{path}: the target is None; with bundles every array needs a sharding")
+        known = tensors[path]
+        stored = target_of(path, goal, known.tensor.shape, known.like.dtype, self.mesh)
+        return _Array.of(path, Endpoint(index, stored, known.like))
+
+    def _is_local(self, k: int, source: Endpoint, targets: Iterable[Endpoint]) -> bool:
+        """True for what every process has for itself, such as ``jnp.int32(0)``, in a job of several processes."""
+        if getattr(self.leaves[k], "committed", True):
+            return False
+        mine = {d.process_index for d in source.stored.sharding.device_set}
+        return any(d.process_index not in mine for end in targets for d in end.stored.sharding.device_set)
+
+    def _first_alike(self, sources: dict[int, Endpoint], by_buffers: bool) -> dict[int, int]:
+        """For each leaf the first that is the same array, stored alike: it is one array with several readers.
+
+        Args:
+            sources: the arrays by their leaf.
+            by_buffers: whether those that share all their buffers are the same.
+        """
+        known: dict[object, list[int]] = {}
+        first: dict[int, int] = {}
+        for k, end in sources.items():
+            alike = known.setdefault(_identity(self.leaves[k]) if by_buffers else id(self.leaves[k]), [])
+            same = [j for j in alike if sources[j].stored == end.stored and _shares_all(self.leaves[j], self.leaves[k])]
+            first[k] = same[0] if same else k
+            alike += [] if same else [k]
+        return first
+
+
+def is_array(leaf: Any) -> bool:
+    """True for what has devices: arrays, what stands for them, and references, which are refused later."""
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | jax.Ref)
+
+
+def _require_movable(path: str, leaf: Any) -> None:
+    """Raise if a leaf is none that a move could carry exactly."""
+    if isinstance(leaf, jax.Ref):
+        raise TargetError(
+            f"{path}: the leaf is a reference, which a move cannot make anew; give the array in it, ref[...]"
+        )
+    if getattr(leaf, "sharding", None) is None:
+        raise TargetError(f"{path}: the leaf has no sharding; give jax.ShapeDtypeStruct(…, sharding=…) or an array")
+    if not (is_key(leaf) or jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_):
+        raise TargetError(f"{path}: a move carries numbers and keys, not {leaf.dtype}; take the leaf out of the state")
+
+
+def require_data(request: Request, leaves: Sequence[Any]) -> None:
+    """Raise if there is no data in a leaf of which this process has a part.
+
+    Args:
+        request: the move.
+        leaves: of the state.
+    """
+    for k in (*(end.index for end in request.sources), *request.told):
+        path, array = request.paths[k], leaves[k]
+        if not array.sharding.addressable_devices:
+            continue
+        if not isinstance(array, jax.Array) or isinstance(array, Tracer):
+            raise TargetError(f"{path}: the leaf is a {type(array).__name__} without data; give the array itself")
+        if array.is_deleted():
+            raise TargetError(f"{path}: the array was deleted or donated; give the state that the last step returned")
+
+
+def _identity(array: Any) -> object:
+    """Equal for arrays that may share all their buffers."""
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer) or array.is_deleted() or not array.size:
+        return id(array)
+    pointers = private.pointers(array, 1)
+    return (pointers[0], array.shape, array.dtype) if pointers else id(array)
+
+
+def _shares_all(a: Any, b: Any) -> bool:
+    """True for one array, and for two with the same buffers in the same places."""
+    return a is b or (private.pointers(a) == private.pointers(b) and a.sharding == b.sharding)
+
+
+# Trees that differ before and after -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor of the state, and what an array of it is like."""
+
+    tensor: Tensor
+    like: ArraySpec
+
+
+@dataclass(frozen=True, eq=False)
+class _Array:
+    """An array of a tree: its path and what it stores."""
+
+    path: str
+    end: Endpoint
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def of(path: str, end: Endpoint) -> _Array:
+        """An array, checked.
+
+        Raises:
+            TargetError: its parts do not fit it.
+        """
+        parts = end.stored.parts_of(path)
+        try:
+            for part in parts:
+                part.require_fits(end.stored.array_shape)
+        except LayoutError as error:
+            raise TargetError(f"{path}: {error}") from None
+        if not parts:
+            raise TargetError(f"{path}: the array stores no part of any tensor; leave it out")
+        return _Array(path, replace(end, tensors=len({p.tensor for p in parts})), parts)
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """Paths of the tensors that it stores parts of."""
+        return frozenset(part.tensor for part in self.parts)
+
+
+def _tensors(arrays: Sequence[_Array]) -> dict[str, _Known]:
+    """The tensors that the source arrays store."""
+    found: dict[str, _Known] = {}
+    for array, part in ((a, part) for a in arrays for part in a.parts):
+        new = replace(tensor(part.tensor, array.end.like), shape=part.shape)
+        known = found.setdefault(part.tensor, _Known(new, array.end.like)).tensor
+        if known != new:
+            raise TargetError(f"{array.path}: stores {new}, and another array {known}; name them apart")
+    return found
+
+
+def _require_places(tensors: dict[str, _Known], after: Sequence[_Array]) -> None:
+    """Raise unless every tensor of the state has a place in the result, and nothing else has."""
+    for array, part in ((a, part) for a in after for part in a.parts):
+        _require_known(array.path, part, tensors)
+    for array in after:
+        kinds = {tensors[path].tensor.dtype for path in array.tensors}
+        if len(kinds) > 1:
+            raise TargetError(f"{array.path}: one array cannot store tensors of {' and '.join(sorted(kinds))}")
+    lost = tensors.keys() - {path for array in after for path in array.tensors}
+    if lost:
+        raise TargetError(f"the targets have no place for {some(sorted(lost))}")
+
+
+def _require_known(path: str, part: Part, tensors: dict[str, _Known]) -> None:
+    """Raise unless the state has the tensor that an array is to store a part of."""
+    known = tensors.get(part.tensor)
+    if known is None or known.tensor.shape != part.shape:
+        has = f"only {some(sorted(tensors))}" if known is None else known.tensor
+        raise TargetError(f"{path}: is to store {part.tensor} of shape {part.shape}; the state has {has}")
+
+
+def _unchanged(before: list[_Array], after: list[_Array]) -> tuple[list[_Array], list[_Array], list[Leaf]]:
+    """Bundles that store the same before and after move as they are: the array is the tensor."""
+    goals: dict[object, list[_Array]] = {}
+    for array in after:
+        if isinstance(array.end.stored, Bundle):
+            goals.setdefault((array.end.stored.array_shape, array.parts), []).append(array)
+    pairs: list[tuple[_Array, _Array]] = []
+    for array in before:
+        same = goals.get((array.end.stored.array_shape, array.parts))
+        if same:
+            pairs.append((array, same.pop(0)))
+    while True:
+        paired = {array for pair in pairs for array in pair}
+        rest = {path for array in (*before, *after) if array not in paired for path in array.tensors}
+        apart = [pair for pair in pairs if not pair[0].tensors & rest]
+        if len(apart) == len(pairs):
+            break
+        pairs = apart
+    left_before, left_after = ([a for a in side if a not in paired] for side in (before, after))
+    return left_before, left_after, [_as_it_is(*pair) for pair in pairs]
+
+
+def _as_it_is(source: _Array, target: _Array) -> Leaf:
+    """Two arrays that store the same, as one tensor that is the array."""
+    ends = [
+        replace(end, stored=Stored.plain(end.stored.sharding, end.stored.array_shape), tensors=1)
+        for end in (source.end, target.end)
+    ]
+    return Leaf(tensor(target.path, source.end.like), (ends[0],), (ends[1],))
+
+
+def _leaves(before: Sequence[_Array], after: Sequence[_Array], tensors: dict[str, _Known]) -> Iterator[Leaf]:
+    """Every tensor that is left, with its arrays."""
+    ends: list[dict[str, list[Endpoint]]] = [{}, {}]
+    for side, arrays in zip(ends, (before, after), strict=True):
+        for array in arrays:
+            for path in array.tensors:
+                side.setdefault(path, []).append(array.end)
+    for path, sources in ends[0].items():
+        yield Leaf(tensors[path].tensor, tuple(sources), tuple(ends[1][path]))

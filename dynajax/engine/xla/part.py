@@ -1,0 +1,69 @@
+"""A part of what a group does: an exchange, what its programs are told, and the memory that they need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from dynajax.engine.xla.bitcast import wire_dtype
+from dynajax.engine.xla.exchange import Exchange, Message, Shape
+from dynajax.vps.region import Ints
+
+Tables = Callable[[Ints], tuple[np.ndarray, np.ndarray]]
+"""From devices of the group to the chunks of the source, and of the target, that their messages are made of in turn."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """An exchange, and what its programs are told.
+
+    Attributes:
+        exchange: what is done.
+        shifts: where the parts of boxes begin; empty if boxes are whole.
+        tables: what names the chunks of messages; None if these are made of boxes.
+    """
+
+    exchange: Exchange
+    shifts: Shape = ()
+    tables: Tables | None = None
+
+
+def travels(exchange: Exchange) -> int:
+    """Elements that cross from device to device, padding included."""
+    if exchange.collective is not None:
+        return exchange.devices * (exchange.devices - 1) * box_elements(exchange)
+    return sum(elements(exchange, m) * sum(a != b for a, b in m.pairs) for m in exchange.messages)
+
+
+def elements(exchange: Exchange, message: Message) -> int:
+    """Elements that one device has for a message."""
+    return message.chunks * exchange.chunk or sum(math.prod(cut.read.size) for cut in message.cuts)
+
+
+def box_elements(exchange: Exchange) -> int:
+    """Elements of the box that one device has for another in a collective."""
+    collective = exchange.collective
+    assert collective is not None
+    box = [n // k for n, k in zip(exchange.target, collective.target.counts, strict=True)]
+    if collective.part is not None:
+        box[collective.part[0]] = collective.part[1]
+    return math.prod(box)
+
+
+def need(exchange: Exchange) -> int:
+    """Bytes that a device needs beside the shards of one source and one target array, at most.
+
+    What comes and goes lies there at once; small floats are other numbers meanwhile. Programs are compared with it.
+    """
+    wire = wire_dtype(exchange.dtype)
+    shards = math.prod(exchange.source) + math.prod(exchange.target)
+    retyped = shards * (wire != jnp.dtype(exchange.dtype))
+    if exchange.collective is not None:
+        return wire.itemsize * (3 * exchange.devices * box_elements(exchange) + retyped)
+    sent = 2 * sum(elements(exchange, message) for message in exchange.messages)
+    parts = len(exchange.sums) * exchange.parts * math.prod(exchange.sums[0].filled.size) if exchange.sums else 0
+    return wire.itemsize * (sent + parts + retyped) + 8 * sum(message.chunks for message in exchange.messages)
