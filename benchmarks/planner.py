@@ -1,4 +1,4 @@
-"""How long plans take: whole states on thousands of devices, cold, and small states again and again.
+"""How long plans take: whole states on thousands of devices, and of small states.
 
     python benchmarks/planner.py [--repeats 5] [--json]
 
@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.meshes import Strategy, Topology
-from dynajax.planner import Memory, Plan, Plans, assign_roles, build_plan, close_roles, price_plan, renumbered
+from dynajax.planner import Memory, Plan, assign_roles, build_plan, close_roles, price_plan, renumbered
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
 P = PartitionSpec
@@ -127,21 +127,6 @@ def small_row(leaves: int, limit_s: float, repeats: int) -> Row:
     return Row(f"{leaves} leaves, 8 devices", limit_s, seconds, 0.0, plan)
 
 
-def again_row(leaves: int, first: Row, repeats: int) -> Row:
-    """Time a pair of layouts that was planned before, made anew: the limit is a fifth of the first time."""
-    layouts, plans = small_state(leaves), Plans()
-    plans.build(*layouts(), AMPLE)
-    seconds: list[float] = []
-    plan = None
-    for _ in range(repeats):
-        source, target = layouts()
-        start = time.perf_counter()
-        plan = plans.build(source, target, AMPLE)
-        seconds.append(time.perf_counter() - start)
-    assert plan is not None
-    return Row(f"{leaves} leaves, 8 devices, seen before", first.median / 5, seconds, 0.0, plan)
-
-
 def main() -> int:
     """Time all cases and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,8 +134,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = [cluster_row(case, options.repeats) for case in CLUSTERS]
-    small = [small_row(100, 0.01, options.repeats), small_row(5000, 0.5, options.repeats)]
-    rows += [*small, *(again_row(n, r, options.repeats) for n, r in zip((100, 5000), small, strict=True))]
+    rows += [small_row(100, 0.01, options.repeats), small_row(5000, 0.5, options.repeats)]
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if options.json:
         print(json.dumps(_record(rows, resident)))

@@ -91,11 +91,6 @@ class Topology:
         """Nodes with at least one device."""
         return len(np.unique(self.node))
 
-    @property
-    def key(self) -> bytes:
-        """Equal for topologies that say the same."""
-        return repr(self.tiers).encode() + self.domains.tobytes()
-
     def require_devices(self, count: int) -> None:
         """Refuse to speak of devices that the topology does not know.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from dynajax.errors import LayoutError
@@ -14,7 +12,6 @@ from dynajax.planner.packed import pack_stages
 from dynajax.planner.plan import Move, Plan, distinct_routes
 from dynajax.planner.sources import Geometry, choose_sources
 from dynajax.vps.region import Ints
-from dynajax.vps.space import Tensor
 from dynajax.vps.tiling import Arrays, Layout, Tiling, sums
 
 
@@ -135,56 +132,3 @@ def _shards(nbytes: Ints, kept: Ints, arrays: Arrays | None) -> Shards:
     # A buffer stays only where a tensor has an array of its own, before and after.
     stay = [kept[rows[0]] if len(rows) == 1 else np.zeros_like(kept[0]) for rows in arrays.tensors]
     return Shards(held, np.stack(stay), arrays.tensors)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What a plan was asked for; equal for equal questions."""
-
-    tensors: tuple[Tensor, ...]
-    source: tuple[bytes, ...]
-    target: tuple[bytes, ...]
-    budget: int
-    donate: bool
-    topology: bytes
-    memory: Memory
-    arrays: tuple[bytes, ...]
-
-
-class Plans:
-    """Plans made so far, so that a switch seen before costs a look-up. Owned by whoever plans again and again.
-
-    Args:
-        keep: how many plans to hold; the one used longest ago goes first.
-    """
-
-    def __init__(self, keep: int = 256) -> None:
-        self._keep = keep
-        self._plans: dict[_Asked, Plan] = {}
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def build(
-        self,
-        source: Layout,
-        target: Layout,
-        budget: int,
-        donate: bool = True,
-        *,
-        topology: Topology | None = None,
-        memory: Memory = Memory.SHARDS,
-    ) -> Plan:
-        """What ``build_plan`` gives for the same arguments."""
-        _require_one_space(source, target)
-        before, after = (tuple(t.key for t in layout.tilings) for layout in (source, target))
-        links = b"" if topology is None else topology.key
-        arrays = tuple(b"" if x.arrays is None else x.arrays.key for x in (source, target))
-        asked = _Asked(source.space.tensors, before, after, budget, donate, links, memory, arrays)
-        plan = self._plans.pop(asked, None)
-        if plan is None:
-            plan = build_plan(source, target, budget, donate, topology=topology, memory=memory)
-        self._plans[asked] = plan
-        if len(self._plans) > self._keep:
-            del self._plans[next(iter(self._plans))]
-        return plan

@@ -17,7 +17,6 @@ from dynajax.bytesize import format_bytes
 from dynajax.meshes import Topology
 from dynajax.planner.bounds import least_between, least_sent
 from dynajax.planner.memory import Footprint, Memory
-from dynajax.planner.rounds import Rounds, coloured_rounds
 from dynajax.planner.route import Copies, Route
 from dynajax.vps.region import Ints
 from dynajax.vps.space import Tensor
@@ -117,11 +116,6 @@ class Plan:
             nbytes.append(route.volumes[rows] * itemsize)
         pair, at = np.unique(np.concatenate(pairs), return_inverse=True)
         return Traffic(*np.divmod(pair, n), sums(at.ravel(), np.concatenate(nbytes), len(pair)))
-
-    @cached_property
-    def rounds(self) -> Rounds:
-        """The messages in rounds of one partner a device; ``planner.price`` looks for the cheapest."""
-        return coloured_rounds(self.traffic.sender, self.traffic.receiver, self.traffic.nbytes)
 
     @cached_property
     def bytes_sent(self) -> Ints:

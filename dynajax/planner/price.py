@@ -16,13 +16,10 @@ import numpy as np
 
 from dynajax.errors import TopologyError
 from dynajax.meshes import Topology
-from dynajax.planner.build import build_plan
-from dynajax.planner.memory import Memory
 from dynajax.planner.plan import Plan
-from dynajax.planner.roles import assign_roles, renumbered
 from dynajax.planner.rounds import Rounds, Schedule, rounds_of
 from dynajax.vps.region import Ints
-from dynajax.vps.tiling import Layout, sums
+from dynajax.vps.tiling import sums
 
 
 @dataclass(frozen=True)
@@ -83,50 +80,6 @@ def worth_it(cost: Price | float, saved_per_step_s: float, steps: int) -> bool:
     """Whether a switch pays: what it saves over the next ``steps`` steps is more than what it costs."""
     seconds = cost.seconds if isinstance(cost, Price) else cost
     return saved_per_step_s * steps > seconds
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A target that could be switched to.
-
-    Attributes:
-        name: of the target.
-        plan: how to get there.
-        price: what that costs.
-    """
-
-    name: str
-    plan: Plan
-    price: Price
-
-
-def rank_targets(
-    source: Layout,
-    targets: Mapping[str, Layout],
-    budget: int,
-    topology: Topology,
-    *,
-    memory: Memory = Memory.PACKED,
-    pool: Ints | None = None,
-    assign: bool = True,
-) -> tuple[Offer, ...]:
-    """The targets by what it costs to switch to them, the cheapest first.
-
-    Args:
-        source: who holds what now.
-        targets: layouts of the same space, by name.
-        budget: bytes a device may hold above its base.
-        topology: the links.
-        memory: what can be freed, and when.
-        pool: devices that the targets may use; default: those of the source and the target.
-        assign: whether devices may change roles.
-    """
-    offers: list[Offer] = []
-    for name, target in targets.items():
-        placed = renumbered(target, assign_roles(source, target, topology, pool)) if assign else target
-        plan = build_plan(source, placed, budget, topology=topology, memory=memory)
-        offers.append(Offer(name, plan, price_plan(plan)))
-    return tuple(sorted(offers, key=lambda o: o.price.seconds))
 
 
 @dataclass(frozen=True)

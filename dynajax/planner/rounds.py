@@ -7,14 +7,12 @@ first, so that neighbours differ: as few rounds as a greedy colouring finds, eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
 from dynajax.vps.region import Ints
-from dynajax.vps.tiling import sums
 
 
 class Schedule(Enum):
@@ -41,19 +39,6 @@ class Rounds:
     def count(self) -> int:
         """How many rounds there are."""
         return int(self.number.max(initial=-1)) + 1
-
-    def posts(self, device: int) -> Iterator[tuple[str, int]]:
-        """What a device posts, in order: ``("send", peer)`` or ``("receive", peer)``.
-
-        Of two partners the lower number sends first, so that blocking sends always find their receiver.
-        """
-        sends, receives = self.sender == device, self.receiver == device
-        for number in np.unique(self.number[sends | receives]).tolist():
-            now = self.number == number
-            out = [("send", p) for p in self.receiver[now & sends].tolist()]
-            into = [("receive", p) for p in self.sender[now & receives].tolist()]
-            first = out or into
-            yield from (*out, *into) if device < first[0][1] else (*into, *out)
 
 
 def xor_rounds(sender: Ints, receiver: Ints) -> Rounds:
@@ -92,9 +77,3 @@ def rounds_of(schedule: Schedule, sender: Ints, receiver: Ints, weight: Ints) ->
     if schedule is Schedule.XOR:
         return xor_rounds(sender, receiver)
     return coloured_rounds(sender, receiver, weight)
-
-
-def most_partners(sender: Ints, receiver: Ints) -> int:
-    """The partners of the device that has most: no schedule has fewer rounds."""
-    pairs = np.unique(np.concatenate([np.stack([sender, receiver], 1), np.stack([receiver, sender], 1)]), axis=0)
-    return int(sums(pairs[:, 0], np.ones(len(pairs), np.int64), 1 + int(pairs.max(initial=0))).max(initial=0))

@@ -17,8 +17,6 @@ from dynajax.vps.space import Tensor as Tensor
 from dynajax.vps.spec import mesh_tiling as mesh_tiling
 from dynajax.vps.spec import named_tiling as named_tiling
 from dynajax.vps.spec import strategy_layout as strategy_layout
-from dynajax.vps.stages import Stage as Stage
-from dynajax.vps.stages import staged_layout as staged_layout
 from dynajax.vps.stored import Pieces as Pieces
 from dynajax.vps.stored import stored_tiling as stored_tiling
 from dynajax.vps.tiling import Arrays as Arrays

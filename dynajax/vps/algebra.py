@@ -10,8 +10,6 @@ import numpy as np
 
 from dynajax.vps.region import Ints
 
-_CHUNK = 1 << 22
-
 
 def volumes(lo: Ints, hi: Ints) -> Ints:
     """Elements of each box, shape (boxes,)."""

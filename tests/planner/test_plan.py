@@ -137,6 +137,24 @@ def test_the_digest_does_not_depend_on_order(pair, random):
     assert build_plan(before, after, AMPLE).digest == build_plan(source, target, AMPLE).digest
 
 
+def alike(spec):
+    """A layout of three equal tensors, made anew, with arrays of its own."""
+    space = Space(tuple(Tensor(p, (16, 16), "float32", 4) for p in "abc"))
+    return Layout(space, tuple(mesh_tiling((16, 16), {"x": 4}, spec, np.arange(4)) for _ in space))
+
+
+def test_looking_at_a_plan_does_not_change_its_digest():
+    one, two = (build_plan(alike(P("x")), alike(P(None, "x")), AMPLE) for _ in range(2))
+    _ = one.bytes_sent, one.bytes_lower_bound, one.moves[0].copies.volumes
+    assert one.digest == two.digest
+
+
+def test_equal_tensors_share_one_route():
+    plan = build_plan(alike(P("x")), alike(P(None, "x")), AMPLE)
+    assert len({id(m.route) for m in plan.moves}) == len(plan.routes) == 1
+    assert plan.routes[0][1] == 12
+
+
 def test_the_digest_tells_plans_apart():
     space = Space((Tensor("w", (8,), "float32", 4),))
     cut = [Layout(space, (mesh_tiling((8,), {"x": 4}, P("x"), np.array(d)),)) for d in ([0, 1, 2, 3], [3, 2, 1, 0])]

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 from dynajax.errors import TopologyError
 from dynajax.meshes import Tier, Topology
 from dynajax.planner import Memory, build_plan
-from dynajax.planner.price import price_plan, rank_targets, worth_it
+from dynajax.planner.price import price_plan, worth_it
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
 P = PartitionSpec
@@ -81,21 +81,6 @@ def test_a_switch_is_worth_it_if_it_saves_more_than_it_costs():
     assert worth_it(cost, 1e-3, 100)
     assert not worth_it(cost, 1e-3, 5)
     assert not worth_it(1.0, 0.5, 2)
-
-
-def test_targets_are_ranked_by_what_it_costs_to_get_there():
-    source = layout(P("x"), range(4))
-    targets = {
-        "other node": layout(P("x"), range(4, 8)),
-        "same": layout(P("x"), range(4)),
-        "columns": layout(P(None, "x"), range(4)),
-        "turned": layout(P("x"), [3, 2, 1, 0]),
-    }
-    fixed = rank_targets(source, targets, AMPLE, LINKS, assign=False)
-    assert [o.name for o in fixed] == ["same", "turned", "columns", "other node"]
-    assigned = rank_targets(source, targets, AMPLE, LINKS)
-    assert {o.name: o.plan.bytes_moved for o in assigned}["turned"] == 0
-    assert assigned[0].price.seconds == 0
 
 
 def test_assumptions_name_the_links():
