@@ -29,8 +29,8 @@ from dynajax.bytesize import parse_bytes
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.meshes import PARAMETER_RULES, Strategy, Topology
 from dynajax.planner import Memory, Plan, Price, assign_roles, build_plan, close_roles, price_plan, renumbered
+from dynajax.types import Ints
 from dynajax.vps import Layout, Tensor, Tiling
-from dynajax.vps.region import Ints
 from dynajax.vps.spec import cut_boxes
 
 HOT = StateParts(master="none", moments="none", weights=True, gradients=True)

@@ -37,11 +37,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynajax.errors import TopologyError
-
-Ints = NDArray[np.int64]
+from dynajax.types import Ints
 
 _KEYS = {"name", "source", "nodes", "device_kinds", "tiers"}
 _TIER_KEYS = {"name", "devices", "gigabytes_per_second", "latency_us"}

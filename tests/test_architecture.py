@@ -23,7 +23,7 @@ CODE = [*PACKAGES, "tests", "benchmarks", "examples"]
 TEXT = [*CODE, "docs", ".ci"]
 
 LAYERS = (
-    ("errors",),
+    ("errors", "types"),
     ("bytesize",),
     ("meshes", "models"),
     ("vps", "data"),

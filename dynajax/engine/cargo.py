@@ -23,7 +23,7 @@ from dynajax.engine.tree import Held
 from dynajax.engine.waves import Grains, Wave, longest_of, waves_of
 from dynajax.engine.words import Words
 from dynajax.planner.route import PASSED_ON
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 _SMALL = 8
 """A leaf is small if so many of its size fit in the buckets of a device."""

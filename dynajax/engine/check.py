@@ -22,9 +22,9 @@ from dynajax.engine.transport import Stage
 from dynajax.engine.tree import Held, Leaf, located
 from dynajax.errors import CheckError
 from dynajax.planner import Move, Plan
+from dynajax.types import Bools, Ints
 from dynajax.vps import algebra
 from dynajax.vps.buffer import view
-from dynajax.vps.region import Ints
 
 Hashes = NDArray[np.uint64]
 _RowBox = tuple[int, View]
@@ -113,7 +113,7 @@ def _boxes(
     offset: Ints,
     stride: Ints,
     extent: Ints,
-    added: NDArray[np.bool_] | None = None,
+    added: Bools | None = None,
 ) -> Iterator[_RowBox]:
     """Those of some boxes that are here, each with its row.
 

@@ -21,7 +21,7 @@ from dynajax.engine.waves import Grains, grains_of, longest_run, messages, words
 from dynajax.engine.words import Words, is_packed, packed_again, whole_bytes
 from dynajax.planner import Move
 from dynajax.planner.route import Copies
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 
 @dataclass(frozen=True, eq=False)

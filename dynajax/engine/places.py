@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
-from numpy.typing import NDArray
 
 from dynajax.engine import _jax_private as private
 from dynajax.engine.tree import Bundle, Held, Leaf, Stored
@@ -23,9 +22,9 @@ from dynajax.engine.words import can_be_summed
 from dynajax.errors import LayoutError, TargetError, TopologyError
 from dynajax.meshes import Topology
 from dynajax.planner import Plan
+from dynajax.types import Bools, Ints
 from dynajax.vps import Arrays, Layout, Space, Tensor, Tiling, named_tiling, stored_tiling
 from dynajax.vps.parts import joined, parts_tiling
-from dynajax.vps.region import Ints
 from dynajax.vps.tiling import sums
 
 Place = tuple[jax.Device, str | None]
@@ -63,7 +62,7 @@ class Places:
         """True if all devices are of this process."""
         return all(device.process_index == device.client.process_index() for device in self.devices)
 
-    def differ(self, a: Ints, b: Ints) -> NDArray[np.bool_]:
+    def differ(self, a: Ints, b: Ints) -> Bools:
         """True where places ``a[k]`` and ``b[k]`` are of different devices."""
         ids = np.asarray([device.id for device, _ in self.places])
         return ids[a] != ids[b]

@@ -22,7 +22,7 @@ from dynajax.engine.transport import Stage
 from dynajax.engine.tree import Held, Leaf, located
 from dynajax.engine.words import is_packed
 from dynajax.planner import Move
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 from dynajax.vps.tiling import sums
 
 _ALIGNMENT = 64

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from dynajax.errors import TargetError
+from dynajax.types import Ints
 from dynajax.vps import Part, Pieces, Tensor
-from dynajax.vps.region import Ints
 from dynajax.vps.space import tensor
 from dynajax.vps.stored import whole
 

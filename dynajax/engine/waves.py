@@ -17,7 +17,7 @@ import numpy as np
 from dynajax.engine.words import Words
 from dynajax.errors import LayoutError
 from dynajax.planner.route import Copies
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 from dynajax.vps.tiling import sums
 
 NOWHERE = np.int32(2**31 - 1)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints
 from dynajax.vps.tiling import Tiling
 
 Boxes = tuple[Ints, Ints]

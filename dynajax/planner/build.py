@@ -11,7 +11,7 @@ from dynajax.planner.memory import Buffers, Memory, Shards, plan_stages
 from dynajax.planner.packed import pack_stages
 from dynajax.planner.plan import Move, Plan, distinct_routes
 from dynajax.planner.sources import Geometry, choose_sources
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 from dynajax.vps.tiling import Arrays, Layout, Tiling, sums
 
 

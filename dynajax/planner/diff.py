@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 
 from dynajax.errors import LayoutError
+from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints
 from dynajax.vps.tiling import Tiling
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 HOME = 0.25
 """Bytes that staying at the caller's place is worth: decides between equals only."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynajax.planner.route import Bools, Route
-from dynajax.vps.region import Ints
+from dynajax.planner.route import Route
+from dynajax.types import Bools, Ints
 from dynajax.vps.tiling import sums
 
 MOMENTS = 6

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dynajax.vps.region import Ints
+from dynajax.types import Bools, Ints
 from dynajax.vps.tiling import sums
 
 _SWEEPS = 4
@@ -106,7 +106,7 @@ def _parted(pick: Ints, items: Sequence[Items], weights: Sequence[Ints]) -> list
     return parts
 
 
-def _groups(group: NDArray[np.uint64], count: Ints, chosen: NDArray[np.bool_]) -> list[Ints]:
+def _groups(group: NDArray[np.uint64], count: Ints, chosen: Bools) -> list[Ints]:
     """Items of equal group, the groups with the fewest candidates first."""
     index = np.flatnonzero(chosen)
     order = index[np.lexsort((index, group[index], count[index]))]

@@ -16,7 +16,7 @@ import numpy as np
 
 from dynajax.bytesize import format_bytes
 from dynajax.errors import BudgetError
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 
 class Memory(Enum):

@@ -20,8 +20,8 @@ from dynajax.errors import BudgetError
 from dynajax.planner.ledger import Routes, Rows, packed_peak
 from dynajax.planner.memory import Footprint
 from dynajax.planner.route import Route
+from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints
 from dynajax.vps.tiling import sums
 
 _TRIES = 16

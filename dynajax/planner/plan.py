@@ -18,7 +18,7 @@ from dynajax.meshes import Topology
 from dynajax.planner.bounds import least_between, least_sent
 from dynajax.planner.memory import Footprint, Memory
 from dynajax.planner.route import Copies, Route
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 from dynajax.vps.space import Tensor
 from dynajax.vps.tiling import Arrays, Tiling, sums
 

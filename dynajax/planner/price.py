@@ -18,7 +18,7 @@ from dynajax.errors import TopologyError
 from dynajax.meshes import Topology
 from dynajax.planner.plan import Plan
 from dynajax.planner.rounds import Rounds, Schedule, rounds_of
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 from dynajax.vps.tiling import sums
 
 

@@ -16,7 +16,7 @@ from scipy.sparse.csgraph import connected_components
 
 from dynajax.planner.plan import Plan
 from dynajax.planner.route import Route
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 
 class Primitive(Enum):

@@ -21,8 +21,8 @@ from dynajax.errors import LayoutError
 from dynajax.meshes import Strategy, Topology
 from dynajax.planner.diff import Demand, diff
 from dynajax.planner.exchange import HOME, Common, exchange, positions
+from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints
 from dynajax.vps.tiling import Layout, Tiling, sums
 
 

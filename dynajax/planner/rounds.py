@@ -12,7 +12,7 @@ from enum import Enum
 
 import numpy as np
 
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 
 class Schedule(Enum):

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dynajax.types import Bools, Ints
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints, dense_strides
+from dynajax.vps.region import dense_strides
 from dynajax.vps.tiling import Tiling
 
-Bools = NDArray[np.bool_]
 PASSED_ON = 2**31 - 1
 """The turn of copies out of targets, after all others."""
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynajax.errors import TopologyError
 from dynajax.meshes import Topology
@@ -22,7 +21,7 @@ from dynajax.planner.diff import Demand
 from dynajax.planner.level import Items, level
 from dynajax.planner.route import Route
 from dynajax.planner.summed import Summed, by_node
-from dynajax.vps.region import Ints
+from dynajax.types import Bools, Ints
 from dynajax.vps.tiling import sums
 
 _MAX_LANES = 8
@@ -169,7 +168,7 @@ class _Choices:
         return Route(self.demand.source, self.demand.target, self.kept, lo, hi, self.target_row, row, relayed, written)
 
 
-def _is_in(device: Ints, chosen: Ints, devices: int) -> NDArray[np.bool_]:
+def _is_in(device: Ints, chosen: Ints, devices: int) -> Bools:
     mask = np.zeros(devices, bool)
     mask[chosen] = True
     return mask[device]

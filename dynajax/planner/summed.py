@@ -13,8 +13,8 @@ from dynajax.errors import TopologyError
 from dynajax.planner.diff import Demand
 from dynajax.planner.level import Items
 from dynajax.planner.route import Route
+from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints
 from dynajax.vps.tiling import sums
 
 _RECEIVES = 2

@@ -7,7 +7,7 @@ import numpy as np
 from dynajax.planner.ledger import packed_live
 from dynajax.planner.memory import Memory
 from dynajax.planner.plan import Plan
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 
 def live_bytes(plan: Plan) -> Ints:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dynajax.errors import CheckError
 from dynajax.planner.plan import Move, Plan
+from dynajax.types import Bools
 from dynajax.vps.buffer import pack_into, view
 from dynajax.vps.tiling import Tiling
 
@@ -59,7 +60,7 @@ def _parts(whole: NDArray[Any], tiling: Tiling) -> dict[int, NDArray[Any]]:
     return parts
 
 
-def _held(tiling: Tiling, device: int) -> NDArray[np.bool_]:
+def _held(tiling: Tiling, device: int) -> Bools:
     """True for the elements that a device holds."""
     mask, region = np.zeros(tiling.shape, bool), tiling.region_of(device)
     for lo, hi in zip(region.lo.tolist(), region.hi.tolist(), strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 
 def volumes(lo: Ints, hi: Ints) -> Ints:

@@ -20,8 +20,9 @@ import numpy as np
 
 from dynajax.errors import LayoutError
 from dynajax.meshes import PARAMETER_RULES, Rules, Strategy
+from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints, Region, concatenate, dense_strides, intervals
+from dynajax.vps.region import Region, concatenate, dense_strides, intervals
 from dynajax.vps.space import Space, Tensor
 from dynajax.vps.spec import Fold, cut_boxes, fold, is_expert
 from dynajax.vps.tiling import Layout, Tiling

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dynajax.errors import LayoutError
+from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints, Region, concatenate, intervals
+from dynajax.vps.region import Region, concatenate, intervals
 from dynajax.vps.tiling import Tiling
 
 Rows = tuple[Ints, Region]

@@ -15,8 +15,9 @@ from functools import cached_property
 import numpy as np
 
 from dynajax.errors import LayoutError
+from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints, Region, concatenate, dense_boxes
+from dynajax.vps.region import Region, concatenate, dense_boxes
 from dynajax.vps.space import Space
 
 
