@@ -17,7 +17,7 @@ from dynajax.bytesize import format_bytes, parse_bytes
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.meshes import Strategy, Topology
 from dynajax.planner import Memory, Plan, Price, assign_roles, build_plan, close_roles, price_plan, renumbered, worth_it
-from dynajax.planner.primitives import operations
+from dynajax.planner.cost.primitives import operations
 
 _WIDTH_WITHOUT_TERMINAL = 110
 

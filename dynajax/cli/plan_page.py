@@ -13,7 +13,7 @@ import numpy as np
 from dynajax.bytesize import format_bytes
 from dynajax.errors import DynajaxError
 from dynajax.planner import Plan, Price
-from dynajax.planner.timeline import live_bytes
+from dynajax.planner.stages.live_ranges import live_bytes
 from dynajax.types import Floats, Ints
 from dynajax.vps.tiling import Tiling, sums
 

@@ -7,10 +7,11 @@ import numpy as np
 from dynajax.errors import LayoutError
 from dynajax.meshes import Topology
 from dynajax.planner.diff import diff, unchanged_devices
-from dynajax.planner.memory import Buffers, Memory, Shards, plan_stages
-from dynajax.planner.packed import pack_stages
 from dynajax.planner.plan import Move, Plan, distinct_routes
-from dynajax.planner.sources import Geometry, choose_sources
+from dynajax.planner.sources.choose import Geometry, choose_sources
+from dynajax.planner.stages.footprint import Memory
+from dynajax.planner.stages.packed import pack_stages
+from dynajax.planner.stages.shards import Buffers, Shards, plan_stages
 from dynajax.types import Ints
 from dynajax.vps.tiling import Arrays, Layout, Tiling, sums
 

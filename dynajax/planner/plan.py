@@ -1,7 +1,7 @@
 """The plan of a move, as a value: what each device keeps, copies and is sent, in which stage.
 
 A plan knows no devices and no transport. It can be proved (``verify``), compared (``digest``), priced
-(``planner.price``) and carried out by numpy (``planner.virtual``) or by the engine.
+(``planner.cost.price``) and carried out by numpy (``planner.verification.numpy_run``) or by the engine.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from dynajax.bytesize import format_bytes
 from dynajax.meshes import Topology
-from dynajax.planner.bounds import least_between, least_sent
-from dynajax.planner.memory import Footprint, Memory
 from dynajax.planner.route import Copies, Route
+from dynajax.planner.stages.footprint import Footprint, Memory
+from dynajax.planner.verification.bounds import least_between, least_sent
 from dynajax.types import Ints
 from dynajax.vps.space import Tensor
 from dynajax.vps.tiling import Arrays, Tiling, sums
@@ -142,7 +142,7 @@ class Plan:
 
     @cached_property
     def bytes_lower_bound(self) -> int:
-        """Bytes that any plan must send, from the layouts alone (``planner.bounds``)."""
+        """Bytes that any plan must send, from the layouts alone (``planner.verification.bounds``)."""
         return sum(least_sent(route.source, route.target, self._node) * itemsize for route, itemsize in self.routes)
 
     @cached_property
@@ -154,7 +154,7 @@ class Plan:
 
     @cached_property
     def bytes_inter_node_lower_bound(self) -> int:
-        """Bytes that must cross, from the layouts alone (``planner.bounds``)."""
+        """Bytes that must cross, from the layouts alone (``planner.verification.bounds``)."""
         if self.topology is None:
             return 0
         return sum(least_between(route.source, route.target, self._node) * itemsize for route, itemsize in self.routes)
@@ -180,7 +180,7 @@ class Plan:
         return self.footprint.extra(self.donate)
 
     def verify(self, numpy_below: int = 2**20) -> None:
-        """Prove the plan by bookkeeping (``planner.proof``), and if it is small by carrying it out in numpy as well.
+        """Prove the plan by bookkeeping (``verification.proof``), and if it is small by a run in numpy as well.
 
         Args:
             numpy_below: elements of all tensors on all devices, under which numpy buffers are filled and compared.
@@ -189,8 +189,8 @@ class Plan:
             CheckError: naming the tensor and what is wrong.
             LayoutError: a layout is not sound.
         """
-        from dynajax.planner.proof import prove
-        from dynajax.planner.virtual import verify
+        from dynajax.planner.verification.numpy_run import verify
+        from dynajax.planner.verification.proof import prove
 
         prove(self)
         if sum(move.source.region.volume + move.target.region.volume for move in self.moves) < numpy_below:

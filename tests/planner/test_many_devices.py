@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from random_layouts import held
 
 from dynajax.planner import build_plan
-from dynajax.planner.virtual import verify
+from dynajax.planner.verification.numpy_run import verify
 from dynajax.vps import (
     Arrays,
     Block,

@@ -10,7 +10,7 @@ from random_layouts import layout_pairs, summed_pairs, topologies
 
 from dynajax.errors import BudgetError
 from dynajax.planner import Memory, build_plan, verify
-from dynajax.planner.virtual import held
+from dynajax.planner.verification.numpy_run import held
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
 P = PartitionSpec

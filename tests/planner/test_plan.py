@@ -11,8 +11,8 @@ from random_layouts import held, layout_pairs, shapes, tilings
 
 from dynajax.errors import BudgetError, CheckError, LayoutError
 from dynajax.planner import build_plan, verify
-from dynajax.planner.virtual import execute
-from dynajax.planner.virtual import held as holding
+from dynajax.planner.verification.numpy_run import execute
+from dynajax.planner.verification.numpy_run import held as holding
 from dynajax.vps import Layout, Space, Tensor, Tiling, box, interval, mesh_tiling
 from dynajax.vps.buffer import pack
 

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 from dynajax.errors import TopologyError
 from dynajax.meshes import Tier, Topology
 from dynajax.planner import Memory, build_plan
-from dynajax.planner.price import price_plan, worth_it
+from dynajax.planner.cost.price import price_plan, worth_it
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
 P = PartitionSpec

@@ -8,7 +8,7 @@ from random_layouts import layout_pairs
 
 from dynajax.meshes import Topology
 from dynajax.planner import build_plan
-from dynajax.planner.primitives import Primitive, operations
+from dynajax.planner.cost.primitives import Primitive, operations
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
 P = PartitionSpec

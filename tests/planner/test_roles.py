@@ -12,7 +12,7 @@ from random_layouts import layout_pairs
 from dynajax.errors import LayoutError, TopologyError
 from dynajax.meshes import Strategy, Tier, Topology
 from dynajax.planner import assign_roles, build_plan, close_roles, renumbered, verify
-from dynajax.planner.roles import devices_of
+from dynajax.planner.ranks.assign import devices_of
 from dynajax.vps import Layout, Space, Tensor, flat_layout, mesh_tiling
 
 P = PartitionSpec

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynajax.planner.rounds import Schedule, coloured_rounds, rounds_of, xor_rounds
+from dynajax.planner.cost.rounds import Schedule, coloured_rounds, rounds_of, xor_rounds
 
 
 def everybody(n):

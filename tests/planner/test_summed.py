@@ -12,9 +12,9 @@ from random_layouts import TIERS, held, summed_pairs, topologies
 from dynajax.errors import BudgetError, CheckError, LayoutError, TopologyError
 from dynajax.meshes import Topology
 from dynajax.planner import Memory, assign_roles, build_plan, price_plan, renumbered, verify
-from dynajax.planner.primitives import Primitive, operations
-from dynajax.planner.proof import prove
-from dynajax.planner.virtual import execute
+from dynajax.planner.cost.primitives import Primitive, operations
+from dynajax.planner.verification.numpy_run import execute
+from dynajax.planner.verification.proof import prove
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
 P = PartitionSpec

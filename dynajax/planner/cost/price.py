@@ -16,8 +16,8 @@ import numpy as np
 
 from dynajax.errors import TopologyError
 from dynajax.meshes import Topology
+from dynajax.planner.cost.rounds import Rounds, Schedule, rounds_of
 from dynajax.planner.plan import Plan
-from dynajax.planner.rounds import Rounds, Schedule, rounds_of
 from dynajax.types import Ints
 from dynajax.vps.tiling import sums
 

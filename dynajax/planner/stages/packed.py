@@ -4,7 +4,7 @@ Every piece is cut in slices, the same for all its holders and readers, and slic
 evenly over the stages. So each device has, after each stage, given away and received the same share of
 all that it will: what comes in takes the place of what went out, whatever the pattern of who talks to
 whom, and no order of stages can wait for itself. Within a stage a device packs what it sends, frees what
-was read for the last time, exchanges, allocates, unpacks (see ``planner.ledger``). Stages are as few as
+was read for the last time, exchanges, allocates, unpacks (see ``planner.stages.live_ranges``). Stages are as few as
 the ledger allows: with n of them a device needs about an n-th of what it sends above its base.
 """
 
@@ -17,9 +17,9 @@ import numpy as np
 
 from dynajax.bytesize import format_bytes
 from dynajax.errors import BudgetError
-from dynajax.planner.ledger import Routes, Rows, packed_peak
-from dynajax.planner.memory import Footprint
 from dynajax.planner.route import Route
+from dynajax.planner.stages.footprint import Footprint
+from dynajax.planner.stages.live_ranges import Routes, Rows, packed_peak
 from dynajax.types import Ints
 from dynajax.vps import algebra
 from dynajax.vps.tiling import sums

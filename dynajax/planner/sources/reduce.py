@@ -11,8 +11,8 @@ import numpy as np
 
 from dynajax.errors import TopologyError
 from dynajax.planner.diff import Demand
-from dynajax.planner.level import Items
 from dynajax.planner.route import Route
+from dynajax.planner.sources.load_balance import Items
 from dynajax.types import Ints
 from dynajax.vps import algebra
 from dynajax.vps.tiling import sums

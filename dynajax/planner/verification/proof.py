@@ -15,7 +15,7 @@ import numpy as np
 from dynajax.errors import CheckError
 from dynajax.planner.plan import Plan
 from dynajax.planner.route import Route
-from dynajax.planner.timeline import live_bytes
+from dynajax.planner.stages.live_ranges import live_bytes
 from dynajax.types import Ints
 from dynajax.vps import algebra
 from dynajax.vps.tiling import Tiling, sums

@@ -6,7 +6,7 @@ devices so that most bytes stay (the assignment problem; Kuhn 1955, Jonker and V
 of roles to nodes by what that makes possible. Equal assignments are decided in favour of the caller's order.
 
 If only smaller units have to stay together, such as tensor-parallel groups of four on nodes of eight, units of two
-nodes then change places while that keeps more (``planner.exchange``).
+nodes then change places while that keeps more (``planner.ranks.local_search``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scipy.optimize import linear_sum_assignment
 from dynajax.errors import LayoutError
 from dynajax.meshes import Strategy, Topology
 from dynajax.planner.diff import Demand, diff
-from dynajax.planner.exchange import HOME, Common, exchange, positions
+from dynajax.planner.ranks.local_search import HOME, Common, exchange, positions
 from dynajax.types import Ints
 from dynajax.vps import algebra
 from dynajax.vps.tiling import Layout, Tiling, sums

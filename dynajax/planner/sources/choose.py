@@ -4,8 +4,8 @@ The device itself comes first, then a holder in the same node, then the nearest 
 that several devices of a node need and none there holds crosses to the node once, to one of them, and
 is passed on inside. Where there is a choice, loads are levelled: all needs with the same candidates
 share them out like water over uneven ground, and a few sweeps over the sets of candidates bring the
-busiest sender near the least that any choice allows (see ``planner.level``). Parts that are to be summed
-leave no such choice: all their holders send (see ``planner.summed``).
+busiest sender near the least that any choice allows (see ``planner.sources.load_balance``). Parts that are to be summed
+leave no such choice: all their holders send (see ``planner.sources.reduce``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from dynajax.errors import TopologyError
 from dynajax.meshes import Topology
 from dynajax.planner.diff import Demand
-from dynajax.planner.level import Items, level
 from dynajax.planner.route import Route
-from dynajax.planner.summed import Summed, by_node
+from dynajax.planner.sources.load_balance import Items, level
+from dynajax.planner.sources.reduce import Summed, by_node
 from dynajax.types import Bools, Ints
 from dynajax.vps.tiling import sums
 
