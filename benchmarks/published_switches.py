@@ -28,7 +28,7 @@ import numpy as np
 from dynajax.bytesize import parse_bytes
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.meshes import PARAMETER_RULES, Strategy, Topology
-from dynajax.planner import Memory, Plan, Price, assign_roles, build_plan, close_roles, price_plan, renumbered
+from dynajax.planner import Memory, Plan, Price, assign_roles, build_plan, close_roles, price_plan, renumbered, verify
 from dynajax.types import Ints
 from dynajax.vps import Layout, Tensor, Tiling
 from dynajax.vps.spec import cut_boxes
@@ -102,7 +102,7 @@ def run(case: Case, roles: str, budget: int, together: str = "groups") -> Outcom
     plan = build_plan(before, after, budget, topology=topology, memory=Memory.PACKED)
     cost = price_plan(plan)
     plan_s = time.perf_counter() - began
-    plan.verify()
+    verify(plan)
     more = 0.0 if together == "tp" else TOLERANCE[roles]
     return Outcome(case, plan, cost, plan_s, tuple(_faults(case, plan, cost, roles, more)))
 

@@ -16,7 +16,18 @@ from rich.table import Table
 from dynajax.bytesize import format_bytes, parse_bytes
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.meshes import Strategy, Topology
-from dynajax.planner import Memory, Plan, Price, assign_roles, build_plan, close_roles, price_plan, renumbered, worth_it
+from dynajax.planner import (
+    Memory,
+    Plan,
+    Price,
+    assign_roles,
+    build_plan,
+    close_roles,
+    price_plan,
+    renumbered,
+    verify,
+    worth_it,
+)
 from dynajax.planner.cost.primitives import operations
 
 _WIDTH_WITHOUT_TERMINAL = 110
@@ -94,7 +105,7 @@ def run(options: PlanOptions) -> int:
     switches = sorted(plan_switches(state, options), key=lambda s: s.price.seconds)
     best = switches[0]
     if options.verify:
-        best.plan.verify()
+        verify(best.plan)
     if options.html:
         from dynajax.cli.plan_page import write_page
 

@@ -12,4 +12,4 @@ from dynajax.planner.ranks.assign import renumbered as renumbered
 from dynajax.planner.route import Copies as Copies
 from dynajax.planner.route import Route as Route
 from dynajax.planner.stages.footprint import Memory as Memory
-from dynajax.planner.verification.numpy_run import verify as verify
+from dynajax.planner.verification.verify import verify as verify

@@ -1,7 +1,7 @@
 """The plan of a move, as a value: what each device keeps, copies and is sent, in which stage.
 
-A plan knows no devices and no transport. It can be proved (``verify``), compared (``digest``), priced
-(``planner.cost.price``) and carried out by numpy (``planner.verification.numpy_run``) or by the engine.
+A plan knows no devices and no transport. ``digest`` compares plans, ``planner.verify`` proves one,
+``planner.price_plan`` says what it costs, and the engine carries it out.
 """
 
 from __future__ import annotations
@@ -178,23 +178,6 @@ class Plan:
     def peak_extra_bytes(self) -> int:
         """The most that a device holds above its base."""
         return self.footprint.extra(self.donate)
-
-    def verify(self, numpy_below: int = 2**20) -> None:
-        """Prove the plan by bookkeeping (``verification.proof``), and if it is small by a run in numpy as well.
-
-        Args:
-            numpy_below: elements of all tensors on all devices, under which numpy buffers are filled and compared.
-
-        Raises:
-            CheckError: naming the tensor and what is wrong.
-            LayoutError: a layout is not sound.
-        """
-        from dynajax.planner.verification.numpy_run import verify
-        from dynajax.planner.verification.proof import prove
-
-        prove(self)
-        if sum(move.source.region.volume + move.target.region.volume for move in self.moves) < numpy_below:
-            verify(self)
 
     @cached_property
     def digest(self) -> str:

@@ -73,11 +73,11 @@ def _buffer(tiling: Tiling, device: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.full(size * dtype.itemsize, _MARK, np.uint8).view(dtype)
 
 
-def verify(plan: Plan, tensors: Mapping[str, NDArray[Any]] | None = None) -> None:
-    """Prove that the plan makes the target of the source.
+def check_on_numpy(plan: Plan, tensors: Mapping[str, NDArray[Any]] | None = None) -> None:
+    """Carry out the plan on numpy buffers and compare every target buffer with the one it should be.
 
     Args:
-        plan: what to prove.
+        plan: what to check; every buffer of every device is made, so keep it small.
         tensors: whole tensors by path, of whole numbers where the source is partial; default: distinct numbers.
 
     Raises:
