@@ -15,7 +15,7 @@ from dynajax.errors import DynajaxError
 from dynajax.planner import Plan, Price
 from dynajax.planner.stages.live_ranges import live_bytes
 from dynajax.types import Floats, Ints
-from dynajax.vps.tiling import Tiling, sums
+from dynajax.vps.tiling import Tiling, segment_sum
 
 _MOST_ROWS = 256
 """Devices that a chart shows one by one; beyond, it shows nodes."""
@@ -138,7 +138,7 @@ def _traffic(go: Any, plan: Plan) -> tuple[str, str, Any]:
     place, what = _places(plan)
     size = int(place.max(initial=0)) + 1
     t = plan.traffic
-    sent = sums(place[t.sender] * size + place[t.receiver], t.nbytes, size * size).reshape(size, size)
+    sent = segment_sum(place[t.sender] * size + place[t.receiver], t.nbytes, size * size).reshape(size, size)
     said = np.array([[format_bytes(n) if n else "" for n in row] for row in sent.tolist()])
     powers = np.log2(np.where(sent > 0, sent, np.nan))
     ticks = {"tickvals": [10, 20, 30, 40], "ticktext": ["1 KB", "1 MB", "1 GB", "1 TB"]}

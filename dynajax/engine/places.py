@@ -25,7 +25,7 @@ from dynajax.planner import Plan
 from dynajax.types import Bools, Ints
 from dynajax.vps import Arrays, Layout, Space, Tensor, Tiling, named_tiling, stored_tiling
 from dynajax.vps.parts import joined, parts_tiling
-from dynajax.vps.tiling import sums
+from dynajax.vps.tiling import segment_sum
 
 Place = tuple[jax.Device, str | None]
 
@@ -83,7 +83,7 @@ class Places:
             process = np.asarray([device.process_index for device, _ in self.places])
             apart = process[traffic.sender] != process[traffic.receiver]
             tier = self.differ(traffic.sender, traffic.receiver).astype(np.int64) + apart
-        return dict(zip(names, sums(tier, traffic.nbytes, len(names)).tolist(), strict=True))
+        return dict(zip(names, segment_sum(tier, traffic.nbytes, len(names)).tolist(), strict=True))
 
     def links(self, topology: Topology) -> Topology:
         """The links between the places, given those between devices by their ids.

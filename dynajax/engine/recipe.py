@@ -23,7 +23,7 @@ from dynajax.engine.tree import Held, Leaf, located
 from dynajax.engine.words import is_packed
 from dynajax.planner import Move
 from dynajax.types import Ints
-from dynajax.vps.tiling import sums
+from dynajax.vps.tiling import segment_sum
 
 _ALIGNMENT = 64
 _WORTH_A_CALL = 1 << 15
@@ -213,7 +213,7 @@ class Recipes:
         passed_array, passed = located(leaf.targets, c.source_offset)
         target = to_array * places + c.target
         source = np.where(c.relayed, passed_array, len(outlines) + read_array) * places + c.source
-        filled = sums(target[~c.added], c.volumes[~c.added] * size, len(outlines) * places).reshape(-1, places)
+        filled = segment_sum(target[~c.added], c.volumes[~c.added] * size, len(outlines) * places).reshape(-1, places)
         rows = np.flatnonzero(~np.isin(c.target, list(outlines[0].whole)))
         read = [np.unique(c.source[rows[~c.relayed[rows] & (read_array[rows] == k)]]) for k in range(len(leaf.sources))]
         number, base = _table([*(o.buffers for o in outlines), *map(_each, read)], places)

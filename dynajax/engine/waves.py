@@ -18,7 +18,7 @@ from dynajax.engine.words import Words
 from dynajax.errors import LayoutError
 from dynajax.planner.route import Copies
 from dynajax.types import Ints
-from dynajax.vps.tiling import sums
+from dynajax.vps.tiling import segment_sum
 
 NOWHERE = np.int32(2**31 - 1)
 
@@ -138,7 +138,7 @@ def grains_of(c: Copies, rows: np.ndarray, size: int, device: Ints) -> Grains:
 def messages(c: Copies, rows: np.ndarray, size: int, device: Ints, devices: int) -> Ints:
     """Grains that each device has for each other, shape (devices, devices); ``grains_of`` says what they are."""
     pair = device[c.source[rows]] * devices + device[c.target[rows]]
-    return sums(pair, c.volumes[rows] // size, devices * devices).reshape(devices, devices)
+    return segment_sum(pair, c.volumes[rows] // size, devices * devices).reshape(devices, devices)
 
 
 def longest_of(sent: Ints) -> Ints:

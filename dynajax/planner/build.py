@@ -13,7 +13,7 @@ from dynajax.planner.stages.footprint import Memory
 from dynajax.planner.stages.packed import pack_stages
 from dynajax.planner.stages.shards import Buffers, Shards, plan_stages
 from dynajax.types import Ints
-from dynajax.vps.tiling import Arrays, Layout, Tiling, sums
+from dynajax.vps.tiling import Arrays, Layout, Tiling, segment_sum
 
 
 def build_plan(
@@ -78,7 +78,10 @@ def _packed(moves: tuple[Move, ...], devices: int, budget: int, donate: bool, to
     """The plan with its pieces cut and staged; a stage is the tensors that have a piece in it."""
     routes = distinct_routes(moves)
     source, target = (
-        sum((sums(t.holder, t.region.volumes, devices) * size for t, size in tilings), np.zeros(devices, np.int64))
+        sum(
+            (segment_sum(t.holder, t.region.volumes, devices) * size for t, size in tilings),
+            np.zeros(devices, np.int64),
+        )
         for tilings in ([(r.source, size) for r, size in routes], [(r.target, size) for r, size in routes])
     )
     staged, footprint = pack_stages(routes, source, target, budget, donate)

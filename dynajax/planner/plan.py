@@ -20,7 +20,7 @@ from dynajax.planner.stages.footprint import Footprint, Memory
 from dynajax.planner.verification.bounds import least_between, least_sent
 from dynajax.types import Ints
 from dynajax.vps.space import Tensor
-from dynajax.vps.tiling import Arrays, Tiling, sums
+from dynajax.vps.tiling import Arrays, Tiling, segment_sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ class Plan:
             pairs.append(route.sender[rows] * n + route.receiver[rows])
             nbytes.append(route.volumes[rows] * itemsize)
         pair, at = np.unique(np.concatenate(pairs), return_inverse=True)
-        return Traffic(*np.divmod(pair, n), sums(at.ravel(), np.concatenate(nbytes), len(pair)))
+        return Traffic(*np.divmod(pair, n), segment_sum(at.ravel(), np.concatenate(nbytes), len(pair)))
 
     @cached_property
     def bytes_sent(self) -> Ints:
@@ -168,7 +168,7 @@ class Plan:
     def busiest_device_bytes(self) -> int:
         """The most that one device sends or receives."""
         t, n = self.traffic, self.num_devices
-        return int(max(sums(end, t.nbytes, n).max(initial=0) for end in (t.sender, t.receiver)))
+        return int(max(segment_sum(end, t.nbytes, n).max(initial=0) for end in (t.sender, t.receiver)))
 
     def peak_bytes(self) -> list[int]:
         """The most bytes that each device holds at any moment of the move."""

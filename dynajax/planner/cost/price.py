@@ -19,7 +19,7 @@ from dynajax.meshes import Topology
 from dynajax.planner.cost.rounds import Rounds, Schedule, rounds_of
 from dynajax.planner.plan import Plan
 from dynajax.types import Ints
-from dynajax.vps.tiling import sums
+from dynajax.vps.tiling import segment_sum
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class _Messages:
             keys.append((step * n + route.sender) * n + route.receiver)
             sizes.append(route.volumes * itemsize)
         key, at = np.unique(np.concatenate(keys), return_inverse=True)
-        nbytes = sums(at.ravel(), np.concatenate(sizes), len(key))
+        nbytes = segment_sum(at.ravel(), np.concatenate(sizes), len(key))
         rest, receiver = np.divmod(key, n)
         step, sender = np.divmod(rest, n)
         handled = np.zeros((steps, n), np.int64)
@@ -179,13 +179,13 @@ class _Messages:
         for k, tier in enumerate(self.links.tiers):
             mine = self.tier == k
             for end in (self.sender, self.receiver):
-                most = sums(end[mine], self.nbytes[mine], n).max(initial=0)
+                most = segment_sum(end[mine], self.nbytes[mine], n).max(initial=0)
                 slowest = max(slowest, float(most / tier.bytes_per_second))
         return slowest
 
     def by_tier(self) -> dict[str, int]:
         """Bytes over each kind of link."""
-        total = sums(self.tier, self.nbytes, len(self.links.tiers))
+        total = segment_sum(self.tier, self.nbytes, len(self.links.tiers))
         total[0] += self.local
         return {tier.name: int(total[k]) for k, tier in enumerate(self.links.tiers)}
 

@@ -23,7 +23,7 @@ from dynajax.planner.diff import Demand, diff
 from dynajax.planner.ranks.local_search import HOME, Common, exchange, positions
 from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.tiling import Layout, Tiling, sums
+from dynajax.vps.tiling import Layout, Tiling, segment_sum
 
 
 def assign_roles(
@@ -121,7 +121,7 @@ def _common(source: Layout, target: Layout, devices: int, everyone: int) -> Comm
         keys.append(device * devices + role)
         nbytes.append(volume * itemsize[key])
     key, at = np.unique(np.concatenate(keys), return_inverse=True)
-    return Common(*np.divmod(key, devices), sums(at.ravel(), np.concatenate(nbytes), len(key)))
+    return Common(*np.divmod(key, devices), segment_sum(at.ravel(), np.concatenate(nbytes), len(key)))
 
 
 def _meetings(demand: Demand, everyone: int) -> tuple[Ints, Ints, Ints]:

@@ -22,7 +22,7 @@ from dynajax.planner.route import Route
 from dynajax.planner.sources.load_balance import Items, level
 from dynajax.planner.sources.reduce import Summed, by_node
 from dynajax.types import Bools, Ints
-from dynajax.vps.tiling import sums
+from dynajax.vps.tiling import segment_sum
 
 _MAX_LANES = 8
 
@@ -57,7 +57,8 @@ def choose_sources(geometries: Sequence[Geometry], devices: int, topology: Topol
     choices = [Summed(g.demand, domains) if g.demand.source.partial else _Choices(g, domains) for g in geometries]
     lanes = [_lanes(c.items, g.itemsizes) for c, g in zip(choices, geometries, strict=True)]
     weights = [
-        sums(lane, np.asarray(g.itemsizes), int(lane.max()) + 1) for lane, g in zip(lanes, geometries, strict=True)
+        segment_sum(lane, np.asarray(g.itemsizes), int(lane.max()) + 1)
+        for lane, g in zip(lanes, geometries, strict=True)
     ]
     routes: list[list[Route]] = []
     for chosen, lane, picks in zip(choices, lanes, level([c.items for c in choices], weights, devices), strict=True):

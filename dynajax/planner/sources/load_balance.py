@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynajax.types import Bools, Ints
-from dynajax.vps.tiling import sums
+from dynajax.vps.tiling import segment_sum
 
 _SWEEPS = 4
 _DUTIES = 3
@@ -70,9 +70,9 @@ def level(items: Sequence[Items], weights: Sequence[Ints], devices: int) -> list
         before = int(load.max(initial=0))
         for members, home in zip(groups, homes, strict=True):
             if sweep:
-                load[home] -= sums(pick[members], nbytes[members], len(home))
+                load[home] -= segment_sum(pick[members], nbytes[members], len(home))
             pick[members] = pour(nbytes[members], load[home])
-            load[home] += sums(pick[members], nbytes[members], len(home))
+            load[home] += segment_sum(pick[members], nbytes[members], len(home))
         if sweep and int(load.max(initial=0)) >= before:
             break
     return _parted(pick, items, weights)

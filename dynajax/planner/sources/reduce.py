@@ -15,7 +15,7 @@ from dynajax.planner.route import Route
 from dynajax.planner.sources.load_balance import Items
 from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.tiling import sums
+from dynajax.vps.tiling import segment_sum
 
 _RECEIVES = 2
 """Duty of a port, see ``Items``."""
@@ -52,7 +52,7 @@ class Summed:
         groups = np.arange(len(self._first) - 1)
         group = np.repeat(groups, np.diff(self._first))
         has = demand.own_row[self._members] >= 0
-        eligible = has | ~(sums(group, has.astype(np.int64), len(groups)) > 0)[group]
+        eligible = has | ~(segment_sum(group, has.astype(np.int64), len(groups)) > 0)[group]
         self._ports = self._members[eligible]
         begin = np.searchsorted(group[eligible], groups)
         count = np.searchsorted(group[eligible], groups, side="right") - begin

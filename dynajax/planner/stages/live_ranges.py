@@ -16,7 +16,7 @@ from dynajax.planner.plan import Plan
 from dynajax.planner.route import Route
 from dynajax.planner.stages.footprint import Memory
 from dynajax.types import Bools, Ints
-from dynajax.vps.tiling import sums
+from dynajax.vps.tiling import segment_sum
 
 MOMENTS = 6
 Routes = Sequence[tuple[Route, int]]
@@ -77,7 +77,7 @@ def kept_bytes(routes: Routes, devices: int) -> Ints:
     """Bytes of the buffers that stay as they are, on each device."""
     total = np.zeros(devices, np.int64)
     for route, itemsize in routes:
-        held = sums(route.target.holder, route.target.region.volumes, devices)
+        held = segment_sum(route.target.holder, route.target.region.volumes, devices)
         total[route.kept] += held[route.kept] * itemsize
     return total
 
@@ -128,7 +128,7 @@ def _read_bytes(rows: Rows, devices: int) -> Ints:
     """Bytes of all units on their holders."""
     _, first = np.unique(rows.unit, return_index=True)
     first = first[rows.unit[first] >= 0]
-    return sums(rows.sender[first], rows.nbytes[first], devices)
+    return segment_sum(rows.sender[first], rows.nbytes[first], devices)
 
 
 def live_bytes(plan: Plan) -> Ints:

@@ -22,7 +22,7 @@ from dynajax.planner.stages.footprint import Footprint
 from dynajax.planner.stages.live_ranges import Routes, Rows, packed_peak
 from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.tiling import sums
+from dynajax.vps.tiling import segment_sum
 
 _TRIES = 16
 """Each adds more stages than the one before: what a device needs above its base does not fall steadily with them."""
@@ -98,7 +98,7 @@ def _fit(
 def _largest_load(rows: Rows, devices: int) -> int:
     """The most bytes that a device sends, or receives and copies."""
     sent = rows.nbytes * (rows.sender != rows.receiver)
-    loads = sums(rows.sender, sent, devices), sums(rows.receiver, rows.nbytes, devices)
+    loads = segment_sum(rows.sender, sent, devices), segment_sum(rows.receiver, rows.nbytes, devices)
     return int(max(load.max(initial=0) for load in loads))
 
 

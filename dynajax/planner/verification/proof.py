@@ -18,7 +18,7 @@ from dynajax.planner.route import Route
 from dynajax.planner.stages.live_ranges import live_bytes
 from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.tiling import Tiling, sums
+from dynajax.vps.tiling import Tiling, segment_sum
 
 
 def prove(plan: Plan) -> None:
@@ -79,8 +79,8 @@ def _prove_sums(route: Route, name: str) -> None:
     source = route.source.region
     i, j = algebra.overlaps(route.lo[written], route.hi[written], source.lo, source.hi)
     lo, hi = np.maximum(route.lo[written[i]], source.lo[j]), np.minimum(route.hi[written[i]], source.hi[j])
-    parts = sums(i, algebra.volumes(lo, hi), len(written))
-    got = sums(of_box, route.volumes[direct], len(written))
+    parts = segment_sum(i, algebra.volumes(lo, hi), len(written))
+    got = segment_sum(of_box, route.volumes[direct], len(written))
     senders = np.unique(np.stack([of_box, route.sender[direct]], axis=1), axis=0)
     if len(senders) != len(direct) or (got != parts).any():
         raise CheckError(f"{name}: a sum lacks the part of a holder, or has it twice")
@@ -97,7 +97,9 @@ def _prove_relays(route: Route, name: str) -> None:
     if route.stage is not None:
         early = route.stage[direct[i]] < route.stage[passed[j]]
         i, j = i[early], j[early]
-    got = sums(j, algebra.volumes(np.maximum(have[0][i], want[0][j]), np.minimum(have[1][i], want[1][j])), len(passed))
+    got = segment_sum(
+        j, algebra.volumes(np.maximum(have[0][i], want[0][j]), np.minimum(have[1][i], want[1][j])), len(passed)
+    )
     if (got != route.volumes[passed]).any():
         raise CheckError(f"{name}: device {int(route.sender[passed[0]])} passes on what was not sent to it")
 
@@ -124,7 +126,7 @@ def _prove_complete(route: Route, name: str, devices: int) -> None:
         raise CheckError(f"{name}: an element is written twice")
     wanted = _elements(route.target, devices)
     wanted[route.kept] = 0
-    got = sums(route.receiver[rows], route.volumes[rows], devices)
+    got = segment_sum(route.receiver[rows], route.volumes[rows], devices)
     if (got != wanted).any():
         device = int(np.argmax(got != wanted))
         raise CheckError(f"{name}: device {device} gets {int(got[device])} elements and needs {int(wanted[device])}")
@@ -164,7 +166,7 @@ def _prove_peak(plan: Plan) -> None:
 
 
 def _elements(tiling: Tiling, devices: int) -> Ints:
-    return sums(tiling.holder, tiling.region.volumes, devices)
+    return segment_sum(tiling.holder, tiling.region.volumes, devices)
 
 
 def _with_device(device: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
