@@ -22,7 +22,7 @@ from dynajax.engine.programs import Buckets, Devices, Hold
 from dynajax.engine.tree import Held
 from dynajax.engine.waves import Grains, Wave, longest_of, waves_of
 from dynajax.engine.words import Words
-from dynajax.planner.route import PASSED_ON
+from dynajax.planner.route import RELAYED
 from dynajax.types import Ints
 
 _SMALL = 8
@@ -130,7 +130,7 @@ class Cargo:
 
     def _passes_on(self, turn: int) -> bool:
         """True if it is taken out of where it went in earlier turns."""
-        return turn == PASSED_ON and isinstance(self.parcels[0].source, Held)
+        return turn == RELAYED and isinstance(self.parcels[0].source, Held)
 
     def packing(self, turn: int) -> tuple[Devices, Any]:
         """The devices that pack in a turn, and the program they do it by."""
@@ -139,7 +139,7 @@ class Cargo:
 
     def unpacking(self, turn: int) -> Any:
         """The program by which receivers unpack in a turn: they write, or add."""
-        summed = self.parcels[0].summed if 0 < turn < PASSED_ON else None
+        summed = self.parcels[0].summed if 0 < turn < RELAYED else None
         return programs.unpack(self.receivers, self.target, self.buckets, self.used, summed)
 
     def compile(self) -> None:

@@ -108,7 +108,7 @@ class Parcel:
 
     Attributes:
         copies: its rows of the move's copies, with offsets in these two arrays.
-        turns: when each of them is made, see ``Copies.turns``.
+        turns: when each of them is made, see ``Copies.phases``.
         geometry: the same for parcels with the same copies.
         source: the array, or the target that it is passed on from.
         target: where it goes.
@@ -170,7 +170,7 @@ class Pair:
 
 def pairs_of(move: Move, leaf: Leaf, targets: Sequence[Arrival]) -> Iterator[Pair]:
     """The pairs of arrays of a tensor that something goes between; ``targets`` are those of ``leaf.targets``."""
-    c, turns = move.copies, move.copies.turns
+    c, turns = move.copies, move.copies.phases
     if leaf.has_own_arrays:
         yield Pair(leaf.sources[0], targets[0], c, turns, (id(move.route),))
         return

@@ -217,7 +217,7 @@ class Recipes:
         rows = np.flatnonzero(~np.isin(c.target, list(outlines[0].whole)))
         read = [np.unique(c.source[rows[~c.relayed[rows] & (read_array[rows] == k)]]) for k in range(len(leaf.sources))]
         number, base = _table([*(o.buffers for o in outlines), *map(_each, read)], places)
-        present, turn = np.unique(c.turns, return_inverse=True)
+        present, turn = np.unique(c.phases, return_inverse=True)
         fixed = np.stack([turn.ravel(), c.added.astype(np.int64), number[target], number[source]], axis=1)
         boxes = Boxes(
             fixed[rows],

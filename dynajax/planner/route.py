@@ -17,8 +17,8 @@ from dynajax.vps import algebra
 from dynajax.vps.region import dense_strides
 from dynajax.vps.tiling import Tiling
 
-PASSED_ON = 2**31 - 1
-"""The turn of copies out of targets, after all others."""
+RELAYED = 2**31 - 1
+"""Phase of the relayed copies: they read targets, so they come after all others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +46,14 @@ class Copies:
         return self.extent.prod(axis=1, dtype=np.int64)
 
     @cached_property
-    def turns(self) -> Ints:
-        """Turn of each row: 0 if it is written, k if it is the k-th that is added to that, or ``PASSED_ON``."""
+    def phases(self) -> Ints:
+        """Phase of each row: 0 if it is written, k if it is the k-th added to what was written, ``RELAYED`` if relayed.
+
+        Rows of one phase are independent; those of a later phase read or change what earlier ones wrote.
+        """
         row = np.arange(len(self.source))
-        turns = row - np.maximum.accumulate(np.where(self.added, 0, row))
-        return np.where(self.relayed, PASSED_ON, turns)
+        phases = row - np.maximum.accumulate(np.where(self.added, 0, row))
+        return np.where(self.relayed, RELAYED, phases)
 
     @property
     def sent(self) -> Bools:
