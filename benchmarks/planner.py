@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.meshes import Strategy, Topology
-from dynajax.planner import Memory, Plan, assign_roles, build_plan, close_roles, price_plan, renumbered
+from dynajax.planner import Granularity, Plan, assign_roles, build_plan, close_roles, price_plan, renumbered
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
 P = PartitionSpec
@@ -87,7 +87,7 @@ def cluster_row(case: Cluster, repeats: int) -> Row:
         unit = close_roles(target, topology)
         after = renumbered(after, assign_roles(before, after, topology, np.arange(devices), unit))
         roles_s = time.perf_counter() - begin_roles
-        plan = build_plan(before, after, BUDGET, topology=topology, memory=Memory.PACKED)
+        plan = build_plan(before, after, BUDGET, topology=topology, granularity=Granularity.PACKED)
         price_plan(plan)
         seconds.append(time.perf_counter() - start)
     assert plan is not None

@@ -28,7 +28,17 @@ import numpy as np
 from dynajax.bytesize import parse_bytes
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.meshes import PARAMETER_RULES, Strategy, Topology
-from dynajax.planner import Memory, Plan, Price, assign_roles, build_plan, close_roles, price_plan, renumbered, verify
+from dynajax.planner import (
+    Granularity,
+    Plan,
+    Price,
+    assign_roles,
+    build_plan,
+    close_roles,
+    price_plan,
+    renumbered,
+    verify,
+)
 from dynajax.types import Ints
 from dynajax.vps import Layout, Tensor, Tiling
 from dynajax.vps.spec import cut_boxes
@@ -99,7 +109,7 @@ def run(case: Case, roles: str, budget: int, together: str = "groups") -> Outcom
         strategy = Strategy.parse(case.target)
         unit = strategy.size("tp") if together == "tp" else close_roles(strategy, topology)
         after = renumbered(after, assign_roles(before, after, topology, np.arange(devices), unit))
-    plan = build_plan(before, after, budget, topology=topology, memory=Memory.PACKED)
+    plan = build_plan(before, after, budget, topology=topology, granularity=Granularity.PACKED)
     cost = price_plan(plan)
     plan_s = time.perf_counter() - began
     verify(plan)

@@ -17,7 +17,7 @@ from dynajax.bytesize import format_bytes, parse_bytes
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.meshes import Strategy, Topology
 from dynajax.planner import (
-    Memory,
+    Granularity,
     Plan,
     Price,
     assign_roles,
@@ -52,12 +52,13 @@ class PlanOptions:
     budget: str = "2GB"
     """Bytes a device may hold above the larger of its source and target."""
     roles: Literal["assigned", "fixed"] = "assigned"
-    """Whether devices may change roles so that less moves; fixed: device k plays role k."""
+    """Whether devices may take other ranks of the target so that less moves; fixed: device k plays rank k."""
     together: Literal["groups", "tp"] = "groups"
-    """What assigned roles keep on one node: groups that talk in every layer (of tensors, context, experts), or those of
+    """What assigned ranks keep on one node: groups that talk in every layer (of tensors, context, experts), or those of
     tensors alone: less moves, but experts of one group may then lie on two nodes."""
     memory: Literal["packed", "shards"] = "packed"
-    """packed: memory is freed piece by piece; shards: a shard is freed whole, as jax arrays are."""
+    """What is freed at once. packed: a piece, an analysis of what a framework with an allocator of its own could do;
+    shards: a whole shard, which is how dynajax moves arrays of jax."""
     master: Literal["flat", "none"] = "flat"
     """The float32 master weights: flat over the data ranks, or none."""
     moments: Literal["flat", "replicated", "none"] = "flat"
@@ -127,7 +128,7 @@ def plan_switches(state: JobState, options: PlanOptions) -> list[Switch]:
     targets = [Strategy.parse(part) for part in options.target.split(",")]
     most = max(s.num_devices for s in (source, *targets))
     topology = _topology(options.topology, most)
-    budget, memory = parse_bytes(options.budget), Memory(options.memory)
+    budget, granularity = parse_bytes(options.budget), Granularity(options.memory)
     switches: list[Switch] = []
     for target in targets:
         start = time.perf_counter()
@@ -136,7 +137,7 @@ def plan_switches(state: JobState, options: PlanOptions) -> list[Switch]:
             pool = np.arange(max(source.num_devices, target.num_devices))
             unit = target.size("tp") if options.together == "tp" else close_roles(target, topology)
             after = renumbered(after, assign_roles(before, after, topology, pool, unit))
-        plan = build_plan(before, after, budget, topology=topology, memory=memory)
+        plan = build_plan(before, after, budget, topology=topology, granularity=granularity)
         cost = price_plan(plan)
         switches.append(Switch(target, plan, cost, time.perf_counter() - start))
     return switches

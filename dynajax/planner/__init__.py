@@ -11,5 +11,5 @@ from dynajax.planner.ranks.assign import close_roles as close_roles
 from dynajax.planner.ranks.assign import renumbered as renumbered
 from dynajax.planner.route import Copies as Copies
 from dynajax.planner.route import Route as Route
-from dynajax.planner.stages.footprint import Memory as Memory
+from dynajax.planner.stages.footprint import Granularity as Granularity
 from dynajax.planner.verification.verify import verify as verify

@@ -9,7 +9,7 @@ from dynajax.meshes import Topology
 from dynajax.planner.diff import diff, unchanged_devices
 from dynajax.planner.plan import Move, Plan, distinct_routes
 from dynajax.planner.sources.choose import Geometry, choose_sources
-from dynajax.planner.stages.footprint import Memory
+from dynajax.planner.stages.footprint import Granularity
 from dynajax.planner.stages.packed import pack_stages
 from dynajax.planner.stages.shards import Buffers, Shards, plan_stages
 from dynajax.types import Ints
@@ -23,7 +23,7 @@ def build_plan(
     donate: bool = True,
     *,
     topology: Topology | None = None,
-    memory: Memory = Memory.SHARDS,
+    granularity: Granularity = Granularity.SHARDS,
     at_once: int | None = None,
 ) -> Plan:
     """The plan of a move between two layouts of one space.
@@ -33,7 +33,7 @@ def build_plan(
         budget: bytes a device may hold above its base.
         donate: whether the source is given up as the move goes on.
         topology: the links between the devices; None if all are alike, in one node.
-        memory: what can be freed, and when.
+        granularity: the unit in which devices free memory.
         at_once: bytes that a stage of several tensors may allocate on all devices together, if shards are freed whole;
             None for any.
 
@@ -45,12 +45,12 @@ def build_plan(
     """
     _require_one_space(source, target)
     devices = max(source.num_devices, target.num_devices, 1)
-    passed_on = memory is Memory.PACKED or (topology is not None and topology.num_nodes > 1)
+    disjoint = granularity is Granularity.PACKED or (topology is not None and topology.num_nodes > 1)
     members = _by_geometry(source, target)
     sizes = [t.itemsize for t in source.space]
     geometries = [
         Geometry(
-            diff(before, after, disjoint=passed_on or before.partial),
+            diff(before, after, disjoint=disjoint or before.partial),
             unchanged_devices(before, after) if alone else np.empty(0, np.int64),
             [sizes[k] for k in rows],
         )
@@ -61,12 +61,12 @@ def build_plan(
         for k, route in zip(rows, routes, strict=True):
             moves[k] = Move(source.space.tensors[k], route)
     made = tuple(m for m in moves if m is not None)
-    if memory is Memory.PACKED:
+    if granularity is Granularity.PACKED:
         return _packed(made, devices, budget, donate, topology)
     buffers = _buffers(made, source.arrays, target.arrays, devices)
     stages = plan_stages(buffers, budget, donate, [t.path for t in source.space], at_once)
     footprint = buffers.footprint(stages, donate)
-    return Plan(made, stages, budget, donate, footprint, memory, topology, source.arrays, target.arrays)
+    return Plan(made, stages, budget, donate, footprint, granularity, topology, source.arrays, target.arrays)
 
 
 def _require_one_space(source: Layout, target: Layout) -> None:
@@ -96,7 +96,7 @@ def _packed(moves: tuple[Move, ...], devices: int, budget: int, donate: bool, to
         stages += [set() for _ in range(int(present[-1]) + 1 - len(stages))]
         for s in present.tolist():
             stages[s].update(rows)
-    return Plan(moves, tuple(tuple(sorted(s)) for s in stages), budget, donate, footprint, Memory.PACKED, topology)
+    return Plan(moves, tuple(tuple(sorted(s)) for s in stages), budget, donate, footprint, Granularity.PACKED, topology)
 
 
 def _by_geometry(source: Layout, target: Layout) -> list[tuple[Tiling, Tiling, bool, list[int]]]:

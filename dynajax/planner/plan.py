@@ -16,7 +16,7 @@ import numpy as np
 from dynajax.bytesize import format_bytes
 from dynajax.meshes import Topology
 from dynajax.planner.route import Copies, Route
-from dynajax.planner.stages.footprint import Footprint, Memory
+from dynajax.planner.stages.footprint import Footprint, Granularity
 from dynajax.planner.verification.bounds import least_between, least_sent
 from dynajax.types import Ints
 from dynajax.vps.space import Tensor
@@ -80,7 +80,7 @@ class Plan:
         budget: bytes that a device may hold above its base (see ``donate``).
         donate: True if the source is given up: base = max(source, target); False: base = source + target.
         footprint: bytes of each device over the stages.
-        memory: what can be freed, and when.
+        granularity: the unit in which devices free memory.
         topology: the links that the routes were chosen for, None if all devices are alike.
         source_arrays, target_arrays: what the tensors lie in before and after; None if each has an array of its own.
     """
@@ -90,7 +90,7 @@ class Plan:
     budget: int
     donate: bool
     footprint: Footprint
-    memory: Memory = Memory.SHARDS
+    granularity: Granularity = Granularity.SHARDS
     topology: Topology | None = None
     source_arrays: Arrays | None = None
     target_arrays: Arrays | None = None
@@ -182,7 +182,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Equal for the same move however it was written down and wherever it was planned."""
-        digest = hashlib.sha256(repr((self.budget, self.donate, self.memory.value, self.stages)).encode())
+        digest = hashlib.sha256(repr((self.budget, self.donate, self.granularity.value, self.stages)).encode())
         for move in self.moves:
             digest.update(repr(move.tensor).encode() + move.route.key)
         return digest.hexdigest()

@@ -9,7 +9,7 @@ from random_layouts import held as mask
 from random_layouts import layout_pairs, summed_pairs, topologies
 
 from dynajax.errors import BudgetError
-from dynajax.planner import Memory, build_plan, verify
+from dynajax.planner import Granularity, build_plan, verify
 from dynajax.planner.verification.numpy_run import held
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
@@ -153,13 +153,13 @@ def test_packed_stages_are_exact_and_peak_where_the_plan_says(pair, topology, bu
     source, target = pair
     links = topology if links else None
     try:
-        plan = build_plan(source, target, budget, donate, topology=links, memory=Memory.PACKED)
+        plan = build_plan(source, target, budget, donate, topology=links, granularity=Granularity.PACKED)
     except BudgetError as error:
         least = int(str(error).split("budget that does is ")[1].split()[0])
         assert least > budget
-        plan = build_plan(source, target, least, donate, topology=links, memory=Memory.PACKED)
+        plan = build_plan(source, target, least, donate, topology=links, granularity=Granularity.PACKED)
         with pytest.raises(BudgetError):
-            build_plan(source, target, least - 1, donate, topology=links, memory=Memory.PACKED)
+            build_plan(source, target, least - 1, donate, topology=links, granularity=Granularity.PACKED)
     verify(plan)
     devices = simulate(plan)
     assert [d.peak for d in devices] == plan.peak_bytes()
@@ -177,7 +177,7 @@ def test_what_fits_a_budget_fits_a_larger_one(rows, columns, after, itemsize):
 
     def fits(budget):
         try:
-            return build_plan(source, target, budget, memory=Memory.PACKED).peak_extra_bytes <= budget
+            return build_plan(source, target, budget, granularity=Granularity.PACKED).peak_extra_bytes <= budget
         except BudgetError:
             return False
 
@@ -190,7 +190,7 @@ def test_a_leaf_larger_than_the_budget_is_cut():
     space = Space((Tensor("w", (64, 64), "float32", 4),))
     rows, columns = (Layout(space, (mesh_tiling((64, 64), {"x": 4}, s, np.arange(4)),)) for s in (P("x"), P(None, "x")))
     whole = 64 * 64 * 4 // 4
-    plan = build_plan(rows, columns, whole // 4, memory=Memory.PACKED)
+    plan = build_plan(rows, columns, whole // 4, granularity=Granularity.PACKED)
     verify(plan)
     assert len(plan.stages) == 4
     assert plan.peak_extra_bytes <= whole // 4
@@ -203,7 +203,7 @@ def test_memory_goes_down_as_a_device_leaves():
     space = Space((Tensor("w", (64,), "float32", 4),))
     source = Layout(space, (mesh_tiling((64,), {"x": 4}, P(), np.arange(4)),))
     target = Layout(space, (mesh_tiling((64,), {"x": 2}, P("x"), np.arange(2)),))
-    plan = build_plan(source, target, 48, memory=Memory.PACKED)
+    plan = build_plan(source, target, 48, granularity=Granularity.PACKED)
     verify(plan)
     assert plan.peak_bytes() == [256] * 4
     assert plan.bytes_moved == 0

@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec
 
 from dynajax.errors import TopologyError
 from dynajax.meshes import Tier, Topology
-from dynajax.planner import Memory, build_plan
+from dynajax.planner import Granularity, build_plan
 from dynajax.planner.cost.price import price_plan, worth_it
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
@@ -70,7 +70,7 @@ def test_relays_wait_for_what_they_pass_on():
 
 def test_stages_pay_their_latency_again():
     ends = layout(P("x"), range(4)), layout(P(None, "x"), range(4))
-    one, many = (build_plan(*ends, n, topology=LINKS, memory=Memory.PACKED) for n in (AMPLE, 2**18))
+    one, many = (build_plan(*ends, n, topology=LINKS, granularity=Granularity.PACKED) for n in (AMPLE, 2**18))
     assert price_plan(many).rounds > price_plan(one).rounds
     assert price_plan(many).seconds > price_plan(one).seconds
     assert price_plan(many).floor_s == price_plan(one).floor_s

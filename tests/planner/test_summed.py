@@ -11,7 +11,7 @@ from random_layouts import TIERS, held, summed_pairs, topologies
 
 from dynajax.errors import BudgetError, CheckError, LayoutError, TopologyError
 from dynajax.meshes import Topology
-from dynajax.planner import Memory, assign_roles, build_plan, price_plan, renumbered, verify
+from dynajax.planner import Granularity, assign_roles, build_plan, price_plan, renumbered, verify
 from dynajax.planner.cost.primitives import Primitive, operations
 from dynajax.planner.verification.numpy_run import check_on_numpy, execute
 from dynajax.planner.verification.proof import prove
@@ -64,11 +64,11 @@ def test_sums_are_exact_and_move_the_least(pair, topology, links):
 def test_packed_sums_are_exact_within_their_budget(pair, topology, budget, donate):
     source, target = pair
     try:
-        plan = build_plan(source, target, budget, donate, topology=topology, memory=Memory.PACKED)
+        plan = build_plan(source, target, budget, donate, topology=topology, granularity=Granularity.PACKED)
     except BudgetError as error:
         least = int(str(error).split("budget that does is ")[1].split()[0])
         assert least > budget
-        plan = build_plan(source, target, least, donate, topology=topology, memory=Memory.PACKED)
+        plan = build_plan(source, target, least, donate, topology=topology, granularity=Granularity.PACKED)
     verify(plan)
     assert price_plan(plan).seconds >= price_plan(plan).floor_s
 
@@ -159,7 +159,7 @@ def test_many_devices_push_their_gradients_to_flat_slices():
     source, _ = gradients(range(copies), mesh_tiling(shape, {"x": 1}, P(), np.array([0])), shape)
     target = Layout(source.space, (mesh_tiling(shape, {"x": copies}, P("x"), np.arange(copies)),))
     topology = Topology.load("h100", copies)
-    plan = build_plan(source, target, 2**20, topology=topology, memory=Memory.PACKED)
+    plan = build_plan(source, target, 2**20, topology=topology, granularity=Granularity.PACKED)
     verify(plan)
     assert plan.bytes_moved == (copies - 1) * source.space.nbytes
     assert plan.bytes_inter_node == (copies - 8) * source.space.nbytes

@@ -10,13 +10,14 @@ import numpy as np
 from dynajax.types import Ints
 
 
-class Memory(Enum):
-    """What can be freed, and when."""
+class Granularity(Enum):
+    """The unit in which devices free memory during a move."""
 
     SHARDS = "shards"
-    """A shard is one buffer, freed whole: arrays of jax. A stage holds whole tensors."""
+    """A whole shard: one buffer, as an array of jax is. A stage moves whole tensors. What the engine does."""
     PACKED = "packed"
-    """State lies in pieces, without padding, each freed when its last reader has it; see ``planner.stages.packed``."""
+    """A piece of a tensor, freed once its last reader has it; shards lie in pieces, without padding. A stage moves
+    slices of tensors (``planner.stages.packed``). For analysis only: no transport carries out such a plan."""
 
 
 @dataclass(frozen=True, eq=False)

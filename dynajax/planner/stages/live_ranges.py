@@ -14,7 +14,7 @@ import numpy as np
 
 from dynajax.planner.plan import Plan
 from dynajax.planner.route import Route
-from dynajax.planner.stages.footprint import Memory
+from dynajax.planner.stages.footprint import Granularity
 from dynajax.types import Bools, Ints
 from dynajax.vps.tiling import segment_sum
 
@@ -137,7 +137,7 @@ def live_bytes(plan: Plan) -> Ints:
     Where shards are freed whole a stage has two moments: its targets are made, its sources are gone. Packed stages
     have those of ``planner.stages.live_ranges``.
     """
-    if plan.memory is Memory.PACKED:
+    if plan.granularity is Granularity.PACKED:
         return packed_live(plan.routes, plan.footprint.source, plan.donate)
     made, gone = stage_changes(plan)
     change = np.empty((1 + 2 * len(plan.stages), plan.num_devices), np.int64)
