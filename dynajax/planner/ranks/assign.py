@@ -126,12 +126,12 @@ def _common(source: Layout, target: Layout, devices: int, everyone: int) -> Comm
 
 def _meetings(demand: Demand, everyone: int) -> tuple[Ints, Ints, Ints]:
     """Every need with every holder of its piece, but for pieces that ``everyone`` holds."""
-    atoms = demand.atoms
-    atom = demand.atom[demand.piece]
-    needs = np.flatnonzero(np.diff(atoms.first)[atom] < everyone)
-    need, at = algebra.expand(atoms.first[atom[needs]], atoms.first[atom[needs] + 1])
+    cells = demand.cells
+    cell = demand.cell[demand.piece]
+    needs = np.flatnonzero(np.diff(cells.first)[cell] < everyone)
+    need, at = algebra.expand(cells.first[cell[needs]], cells.first[cell[needs] + 1])
     need = needs[need]
-    device = demand.source.holder[atoms.row[at]]
+    device = demand.source.holder[cells.row[at]]
     return device, demand.target.holder[demand.target_row[need]], demand.volumes[demand.piece[need]]
 
 

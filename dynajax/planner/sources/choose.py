@@ -121,17 +121,17 @@ class _Choices:
         """Find candidates in the domains of the askers; those that find none are given back."""
         if not len(askers):
             return askers
-        atoms, holder = self.demand.atoms, self.demand.source.holder
+        cells, holder = self.demand.cells, self.demand.source.holder
         width = int(domain.max()) + 2
-        there = holder[atoms.row]
-        key = atoms.of_row * width + domain[there] + 1
+        there = holder[cells.row]
+        key = cells.of_row * width + domain[there] + 1
         order = np.lexsort((there, key))
         key = key[order]
-        wanted = self.demand.atom[self.piece[askers]] * width + domain[self.device[askers]] + 1
+        wanted = self.demand.cell[self.piece[askers]] * width + domain[self.device[askers]] + 1
         begin, end = np.searchsorted(key, wanted), np.searchsorted(key, wanted, side="right")
         found = (end > begin) & (domain[self.device[askers]] >= 0)
         start = sum(len(t) for t in self._table_rows)
-        self._table_rows.append(atoms.row[order])
+        self._table_rows.append(cells.row[order])
         self._table_devices.append(there[order])
         self._asked.append((askers[found], begin[found] + start, (end - begin)[found], duty))
         return askers[~found]

@@ -57,20 +57,20 @@ class Summed:
         begin = np.searchsorted(group[eligible], groups)
         count = np.searchsorted(group[eligible], groups, side="right") - begin
         piece = demand.piece[self._ports[begin]]
-        parts = np.diff(demand.atoms.first)[demand.atom[piece]]
+        parts = np.diff(demand.cells.first)[demand.cell[piece]]
         self.items = Items.of(
             device[self._ports], begin, count, np.full(len(groups), _RECEIVES), demand.volumes[piece] * parts
         )
 
     def route(self, pick: Ints) -> Route:
         """The route when the sum of group ``g`` is made by its candidate number ``pick[g]``."""
-        demand, atoms = self._demand, self._demand.atoms
+        demand, cells = self._demand, self._demand.cells
         port = self._ports[self.items.begin + pick]
         group = np.repeat(np.arange(len(port)), np.diff(self._first))
-        atom = demand.atom[demand.piece[port]]
-        need, at = algebra.expand(atoms.first[atom], atoms.first[atom + 1])
-        order = np.lexsort((demand.source.holder[atoms.row[at]], need))
-        need, source_row = port[need[order]], atoms.row[at[order]]
+        cell = demand.cell[demand.piece[port]]
+        need, at = algebra.expand(cells.first[cell], cells.first[cell + 1])
+        order = np.lexsort((demand.source.holder[cells.row[at]], need))
+        need, source_row = port[need[order]], cells.row[at[order]]
         rest = self._members != port[group]
         others, passes = self._members[rest], port[group[rest]]
         needs = np.concatenate([need, others])
