@@ -1,8 +1,9 @@
-"""Parts that are to be summed: where their sums are made, and what every holder sends.
+"""Sums of partial sources: where each sum is made, and what every holder sends.
 
-In each node that needs a piece one of the devices that do, its port, is sent the part of every holder, adds them up in
-the order of the holders' numbers, and passes the sum on to the others. So each port has the same sum to the bit. A
-device that holds a part itself is preferred, since that part need not be sent; ties are decided by load.
+In each node that needs a piece one device, the gateway, is sent the part of every holder, adds the parts up in the
+order of the holders' numbers, and passes the sum on to the other devices of the node that need it. So all gateways have
+the same sum to the bit. A device that holds a part itself is preferred as gateway, since its own part need not be sent;
+between equals load balancing decides.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ import numpy as np
 from dynajax.errors import TopologyError
 from dynajax.planner.diff import Demand
 from dynajax.planner.route import Route
-from dynajax.planner.sources.load_balance import Items
+from dynajax.planner.sources.load_balance import RECEIVE_ABROAD, Requests
 from dynajax.types import Ints
 from dynajax.vps import algebra
 from dynajax.vps.tiling import segment_sum
 
-_RECEIVES = 2
-"""Duty of a port, see ``Items``."""
-
 
 def by_node(needs: Ints, piece: Ints, device: Ints, node: Ints) -> tuple[Ints, Ints]:
-    """Needs of one piece in one node are one group: ``members[first[g]:first[g + 1]]``, by device.
+    """Group the needs of one piece in one node.
 
     Args:
-        needs, piece, device: numbers of needs, and the piece and the device of each.
-        node: node of each device.
+        needs: numbers of needs, shape (needs,).
+        piece, device: of each need, shape (needs,).
+        node: node of each device, shape (devices,).
+
+    Returns:
+        ``members, first``: the needs of group ``g`` are ``members[first[g]:first[g + 1]]``, ordered by device.
     """
     key = piece * (int(node.max(initial=0)) + 1) + node[device]
     order = np.lexsort((device, key))
@@ -34,15 +36,15 @@ def by_node(needs: Ints, piece: Ints, device: Ints, node: Ints) -> tuple[Ints, I
     return needs[order], np.append(first, len(needs))
 
 
-class Summed:
-    """The needs of a geometry whose source is partial. Open is only which device of a node makes a sum.
+class Reduction:
+    """The needs of a geometry whose source is partial. The only choice left open is the gateway of each node.
 
     Args:
         demand: what is needed; pieces are equal or disjoint.
-        domains: domains of the devices beyond themselves, the node first, shape (tiers, devices).
+        domains: domain of each device in each tier, the node first, shape (tiers, devices).
 
-    Raises:
-        TopologyError: a holder has no link to a device that makes a sum.
+    Attributes:
+        requests: a gateway for each sum.
     """
 
     def __init__(self, demand: Demand, domains: Ints) -> None:
@@ -53,26 +55,34 @@ class Summed:
         group = np.repeat(groups, np.diff(self._first))
         has = demand.own_row[self._members] >= 0
         eligible = has | ~(segment_sum(group, has.astype(np.int64), len(groups)) > 0)[group]
-        self._ports = self._members[eligible]
+        self._candidates = self._members[eligible]
         begin = np.searchsorted(group[eligible], groups)
         count = np.searchsorted(group[eligible], groups, side="right") - begin
-        piece = demand.piece[self._ports[begin]]
+        piece = demand.piece[self._candidates[begin]]
         parts = np.diff(demand.cells.first)[demand.cell[piece]]
-        self.items = Items.of(
-            device[self._ports], begin, count, np.full(len(groups), _RECEIVES), demand.volumes[piece] * parts
+        self.requests = Requests.of(
+            device[self._candidates],
+            begin,
+            count,
+            np.full(len(groups), RECEIVE_ABROAD),
+            demand.volumes[piece] * parts,
         )
 
     def route(self, pick: Ints) -> Route:
-        """The route when the sum of group ``g`` is made by its candidate number ``pick[g]``."""
+        """The route when candidate number ``pick[g]`` is the gateway of sum ``g``.
+
+        Raises:
+            TopologyError: a holder has no link to a gateway.
+        """
         demand, cells = self._demand, self._demand.cells
-        port = self._ports[self.items.begin + pick]
-        group = np.repeat(np.arange(len(port)), np.diff(self._first))
-        cell = demand.cell[demand.piece[port]]
+        gateway = self._candidates[self.requests.begin + pick]
+        group = np.repeat(np.arange(len(gateway)), np.diff(self._first))
+        cell = demand.cell[demand.piece[gateway]]
         need, at = algebra.expand(cells.first[cell], cells.first[cell + 1])
         order = np.lexsort((demand.source.holder[cells.row[at]], need))
-        need, source_row = port[need[order]], cells.row[at[order]]
-        rest = self._members != port[group]
-        others, passes = self._members[rest], port[group[rest]]
+        need, source_row = gateway[need[order]], cells.row[at[order]]
+        rest = self._members != gateway[group]
+        others, passes = self._members[rest], gateway[group[rest]]
         needs = np.concatenate([need, others])
         relayed = np.repeat([False, True], [len(need), len(others)])
         route = Route(
