@@ -32,9 +32,9 @@ from dynajax.planner import (
     Granularity,
     Plan,
     Price,
-    assign_roles,
+    assign_ranks,
     build_plan,
-    close_roles,
+    coupled_ranks,
     price_plan,
     renumbered,
     verify,
@@ -107,8 +107,8 @@ def run(case: Case, roles: str, budget: int, together: str = "groups") -> Outcom
     topology = Topology.load(case.topology, -(-devices // node) * node)
     if roles == "assigned" and not case.uneven:
         strategy = Strategy.parse(case.target)
-        unit = strategy.size("tp") if together == "tp" else close_roles(strategy, topology)
-        after = renumbered(after, assign_roles(before, after, topology, np.arange(devices), unit))
+        unit = strategy.size("tp") if together == "tp" else coupled_ranks(strategy, topology)
+        after = renumbered(after, assign_ranks(before, after, topology, np.arange(devices), unit))
     plan = build_plan(before, after, budget, topology=topology, granularity=Granularity.PACKED)
     cost = price_plan(plan)
     plan_s = time.perf_counter() - began

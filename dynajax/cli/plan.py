@@ -20,9 +20,9 @@ from dynajax.planner import (
     Granularity,
     Plan,
     Price,
-    assign_roles,
+    assign_ranks,
     build_plan,
-    close_roles,
+    coupled_ranks,
     price_plan,
     renumbered,
     verify,
@@ -87,7 +87,7 @@ class Switch:
         target: strategy.
         plan: how to get there.
         price: what it costs.
-        plan_s: seconds that layouts, roles, plan and price took.
+        plan_s: seconds that layouts, rank mapping, plan and price took.
     """
 
     target: Strategy
@@ -135,8 +135,8 @@ def plan_switches(state: JobState, options: PlanOptions) -> list[Switch]:
         before, after = state.layout(source), state.layout(target)
         if options.roles == "assigned":
             pool = np.arange(max(source.num_devices, target.num_devices))
-            unit = target.size("tp") if options.together == "tp" else close_roles(target, topology)
-            after = renumbered(after, assign_roles(before, after, topology, pool, unit))
+            unit = target.size("tp") if options.together == "tp" else coupled_ranks(target, topology)
+            after = renumbered(after, assign_ranks(before, after, topology, pool, unit))
         plan = build_plan(before, after, budget, topology=topology, granularity=granularity)
         cost = price_plan(plan)
         switches.append(Switch(target, plan, cost, time.perf_counter() - start))
@@ -144,7 +144,7 @@ def plan_switches(state: JobState, options: PlanOptions) -> list[Switch]:
 
 
 def _topology(cluster: str, devices: int) -> Topology:
-    """The cluster with just the nodes that the job needs; whole nodes, so that roles can move inside them."""
+    """The cluster with just the nodes that the job needs; whole nodes, so that ranks can move inside them."""
     known = Topology.load(cluster, devices)
     whole = int((known.node == known.node[0]).sum())
     return Topology.load(cluster, -(-devices // whole) * whole) if devices > whole else known

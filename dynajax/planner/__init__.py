@@ -6,8 +6,8 @@ from dynajax.planner.cost.price import price_plan as price_plan
 from dynajax.planner.cost.price import worth_it as worth_it
 from dynajax.planner.plan import Move as Move
 from dynajax.planner.plan import Plan as Plan
-from dynajax.planner.ranks.assign import assign_roles as assign_roles
-from dynajax.planner.ranks.assign import close_roles as close_roles
+from dynajax.planner.ranks.assign import assign_ranks as assign_ranks
+from dynajax.planner.ranks.assign import coupled_ranks as coupled_ranks
 from dynajax.planner.ranks.assign import renumbered as renumbered
 from dynajax.planner.route import Copies as Copies
 from dynajax.planner.route import Route as Route

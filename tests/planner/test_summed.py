@@ -11,7 +11,7 @@ from random_layouts import TIERS, held, summed_pairs, topologies
 
 from dynajax.errors import BudgetError, CheckError, LayoutError, TopologyError
 from dynajax.meshes import Topology
-from dynajax.planner import Granularity, assign_roles, build_plan, price_plan, renumbered, verify
+from dynajax.planner import Granularity, assign_ranks, build_plan, price_plan, renumbered, verify
 from dynajax.planner.cost.primitives import Primitive, operations
 from dynajax.planner.verification.numpy_run import check_on_numpy, execute
 from dynajax.planner.verification.proof import prove
@@ -108,7 +108,7 @@ def test_sums_have_their_names_and_least_messages(holders, spec, devices, primit
 
 def test_roles_go_to_those_that_hold_a_part():
     source, target = gradients([4, 5], mesh_tiling((8, 4), {"x": 2}, P("x"), np.array([0, 1])))
-    devices = assign_roles(source, target)
+    devices = assign_ranks(source, target)
     assert sorted(devices.tolist()) == [4, 5]
     assert build_plan(source, renumbered(target, devices), AMPLE).bytes_moved == 8 * 4 * 4
 
