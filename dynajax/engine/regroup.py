@@ -27,7 +27,7 @@ from dynajax.engine.tree import (
     some,
 )
 from dynajax.errors import LayoutError, TargetError
-from dynajax.vps import Block, Part, Tensor
+from dynajax.vps import BoxPart, Part, Tensor
 from dynajax.vps.space import tensor
 from dynajax.vps.stored import piece_parts
 
@@ -72,7 +72,7 @@ class _Array:
         if isinstance(stored, Bundle):
             parts = stored.parts
         elif stored.is_plain:
-            parts = (Block.whole(path, stored.shape),)
+            parts = (BoxPart.whole(path, stored.shape),)
         else:
             parts = piece_parts(path, stored.shape, stored.pieces)
         try:

@@ -15,9 +15,9 @@ from jax.sharding import Sharding
 
 from dynajax.errors import TargetError
 from dynajax.types import Ints
-from dynajax.vps import Part, Pieces, Tensor
+from dynajax.vps import DimRuns, Part, Tensor
 from dynajax.vps.space import tensor
-from dynajax.vps.stored import whole
+from dynajax.vps.stored import whole_runs
 
 _SHOWN = 4
 
@@ -37,17 +37,17 @@ class Stored:
     sharding: Sharding
     array_shape: tuple[int, ...]
     shape: tuple[int, ...]
-    pieces: tuple[Pieces, ...]
+    pieces: tuple[DimRuns, ...]
 
     @staticmethod
     def plain(sharding: Sharding, shape: Sequence[int]) -> Stored:
         """An array that is its tensor."""
-        return Stored(sharding, tuple(shape), tuple(shape), whole(shape))
+        return Stored(sharding, tuple(shape), tuple(shape), whole_runs(shape))
 
     @property
     def is_plain(self) -> bool:
         """True if the array is the tensor."""
-        return self.array_shape == self.shape and self.pieces == whole(self.shape)
+        return self.array_shape == self.shape and self.pieces == whole_runs(self.shape)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dynajax.planner.plan import Move, Plan, distinct_routes
 from dynajax.planner.sources.choose import Geometry, choose_sources
 from dynajax.planner.stages.footprint import Granularity
 from dynajax.planner.stages.packed import pack_stages
-from dynajax.planner.stages.shards import Buffers, Shards, plan_stages
+from dynajax.planner.stages.shards import Allocations, Shards, plan_stages
 from dynajax.types import Ints
 from dynajax.vps.tiling import Arrays, Layout, Tiling, segment_sum
 
@@ -63,9 +63,9 @@ def build_plan(
     made = tuple(m for m in moves if m is not None)
     if granularity is Granularity.PACKED:
         return _packed(made, devices, budget, donate, topology)
-    buffers = _buffers(made, source.arrays, target.arrays, devices)
-    stages = plan_stages(buffers, budget, donate, [t.path for t in source.space], at_once)
-    footprint = buffers.footprint(stages, donate)
+    allocations = _allocations(made, source.arrays, target.arrays, devices)
+    stages = plan_stages(allocations, budget, donate, [t.path for t in source.space], at_once)
+    footprint = allocations.footprint(stages, donate)
     return Plan(made, stages, budget, donate, footprint, granularity, topology, source.arrays, target.arrays)
 
 
@@ -109,7 +109,7 @@ def _by_geometry(source: Layout, target: Layout) -> list[tuple[Tiling, Tiling, b
     return list(found.values())
 
 
-def _buffers(moves: tuple[Move, ...], source: Arrays | None, target: Arrays | None, devices: int) -> Buffers:
+def _allocations(moves: tuple[Move, ...], source: Arrays | None, target: Arrays | None, devices: int) -> Allocations:
     """Bytes of every array on every device, counted once for each geometry."""
     counts: dict[int, tuple[np.ndarray, ...]] = {}
     rows: list[tuple[np.ndarray, ...]] = []
@@ -125,7 +125,7 @@ def _buffers(moves: tuple[Move, ...], source: Arrays | None, target: Arrays | No
     before, after, kept = (
         np.asarray([r[k] for r in rows], np.int64).reshape(len(rows), devices) * size for k in range(3)
     )
-    return Buffers(_shards(before, kept, source), _shards(after, kept, target), len(moves))
+    return Allocations(_shards(before, kept, source), _shards(after, kept, target), len(moves))
 
 
 def _shards(nbytes: Ints, kept: Ints, arrays: Arrays | None) -> Shards:

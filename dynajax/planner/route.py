@@ -107,7 +107,7 @@ class Route:
         return algebra.volumes(self.lo, self.hi)
 
     @cached_property
-    def place(self) -> Ints:
+    def flat_index(self) -> Ints:
         """First element of each piece in the flattened tensor."""
         return (self.lo * dense_strides(self.source.shape)).sum(axis=1)
 

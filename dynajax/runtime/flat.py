@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.engine import Bundle
-from dynajax.vps import Run
+from dynajax.vps import RunPart
 
 AXIS = "all"
 STACK = jax.tree_util.DictKey("blocks")
@@ -48,9 +48,9 @@ def flat_layout(shapes: Any, mesh: Mesh, first_layer: int = 0, layers: int | Non
         if STACK not in path:
             size = math.prod(shape)
             flat = NamedSharding(mesh, PartitionSpec(AXIS))
-            return Bundle(flat, (_padded(size, parts),), (Run(name, shape, 0, size, 0),))
+            return Bundle(flat, (_padded(size, parts),), (RunPart(name, shape, 0, size, 0),))
         size, rows = math.prod(shape[1:]), shape[0] if layers is None else layers
-        runs = tuple(Run(name, shape, k * size, size, 0, (first_layer + k,)) for k in range(shape[0]))
+        runs = tuple(RunPart(name, shape, k * size, size, 0, (first_layer + k,)) for k in range(shape[0]))
         return Bundle(NamedSharding(mesh, PartitionSpec(None, AXIS)), (rows, _padded(size, parts)), runs)
 
     return jax.tree_util.tree_map_with_path(bundle, shapes)

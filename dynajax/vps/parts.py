@@ -3,8 +3,8 @@
 The idea: *an array stores regions of one or more tensors, and a tensor may be stored in several arrays.* A flat bucket
 stores runs of many flattened tensors; a fused matrix stores blocks of three; an array of one layer stores a slice of
 a stack; of a stack whose halves live on two meshes, each array stores half. All of it is a list of parts for each
-array, and a part is one of two things: a box of the tensor that is a box of the array (``Block``), or a run of the
-flattened tensor in a flat array or in a row of one (``Run``).
+array, and a part is one of two things: a box of the tensor that is a box of the array (``BoxPart``), or a run of the
+flattened tensor in a flat array or in a row of one (``RunPart``).
 
 A holder then has several buffers of one tensor. They are numbered as if they lay end to end, in the order of the
 arrays, so that a tiling addresses them like one.
@@ -25,12 +25,12 @@ from dynajax.vps import algebra
 from dynajax.vps.region import Region, concatenate, intervals
 from dynajax.vps.tiling import Tiling
 
-Rows = tuple[Ints, Region]
+HeldBoxes = tuple[Ints, Region]
 """Shard of each box, and the boxes, addressed in their shards."""
 
 
 @dataclass(frozen=True)
-class Block:
+class BoxPart:
     """A box of a tensor that is a box of an array.
 
     Attributes:
@@ -51,12 +51,12 @@ class Block:
     dims: tuple[int | None, ...]
 
     @staticmethod
-    def whole(tensor: str, shape: Sequence[int]) -> Block:
+    def whole(tensor: str, shape: Sequence[int]) -> BoxPart:
         """All of a tensor, in an array of its shape."""
         rank = len(shape)
-        return Block(tensor, tuple(shape), (0,) * rank, tuple(shape), (0,) * rank, tuple(range(rank)))
+        return BoxPart(tensor, tuple(shape), (0,) * rank, tuple(shape), (0,) * rank, tuple(range(rank)))
 
-    def rows(self, lo: Ints, hi: Ints) -> Rows:
+    def rows(self, lo: Ints, hi: Ints) -> HeldBoxes:
         """What shards with these bounds, shape (shards, rank), hold of the part."""
         along = np.ones(lo.shape[1], np.int64)
         for dim, run in zip(self.dims, self.extent, strict=True):
@@ -91,7 +91,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunPart:
     """A run of the flattened tensor in a flat array, or in a row of an array of rows.
 
     Attributes:
@@ -110,7 +110,7 @@ class Run:
     at: int
     row: tuple[int, ...] = ()
 
-    def rows(self, lo: Ints, hi: Ints) -> Rows:
+    def rows(self, lo: Ints, hi: Ints) -> HeldBoxes:
         """What shards with these bounds, shape (shards, rank), hold of the part."""
         row = np.asarray(self.row, np.int64)
         has_row = ((lo[:, :-1] <= row) & (row < hi[:, :-1])).all(axis=1)
@@ -128,7 +128,7 @@ class Run:
             raise LayoutError(f"{self.tensor}: {self} lies outside of the tensor or of the array {tuple(array)}")
 
 
-Part = Block | Run
+Part = BoxPart | RunPart
 
 
 def parts_tiling(array: Tiling, shape: Sequence[int], parts: Iterable[Part]) -> Tiling:
@@ -195,7 +195,7 @@ def _strides(extent: Ints) -> Ints:
 # Ways to make parts ---------------------------------------------------------------------------------------------------
 
 
-def bucket_parts(shapes: Mapping[str, Sequence[int]], sizes: Sequence[int]) -> list[tuple[Run, ...]]:
+def bucket_parts(shapes: Mapping[str, Sequence[int]], sizes: Sequence[int]) -> list[tuple[RunPart, ...]]:
     """Tensors flattened, laid end to end, and cut into buckets that ignore their borders.
 
     Args:
@@ -208,19 +208,19 @@ def bucket_parts(shapes: Mapping[str, Sequence[int]], sizes: Sequence[int]) -> l
     ends = list(itertools.accumulate(math.prod(s) for s in shapes.values()))
     if ends and sum(sizes) < ends[-1]:
         raise LayoutError(f"buckets of {sum(sizes)} elements are too small for {ends[-1]}")
-    buckets: list[tuple[Run, ...]] = []
+    buckets: list[tuple[RunPart, ...]] = []
     for begin, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
         runs = []
         for (path, shape), end in zip(shapes.items(), ends, strict=True):
             start = end - math.prod(shape)
             a, b = max(start, begin), min(end, begin + size)
             if a < b:
-                runs.append(Run(path, tuple(shape), a - start, b - a, a - begin))
+                runs.append(RunPart(path, tuple(shape), a - start, b - a, a - begin))
         buckets.append(tuple(runs))
     return buckets
 
 
-def fused_parts(shapes: Mapping[str, Sequence[int]], ranks: int, dim: int = 0) -> tuple[Block, ...]:
+def fused_parts(shapes: Mapping[str, Sequence[int]], ranks: int, dim: int = 0) -> tuple[BoxPart, ...]:
     """Tensors fused along a dim, in the order in which ``ranks`` shards hold equal shares of each: [q₀|k₀|v₀|q₁|…].
 
     Args:
@@ -231,7 +231,7 @@ def fused_parts(shapes: Mapping[str, Sequence[int]], ranks: int, dim: int = 0) -
     Raises:
         LayoutError: a tensor has no equal share for every rank.
     """
-    blocks: list[Block] = []
+    blocks: list[BoxPart] = []
     at = 0
     for rank in range(ranks):
         for path, shape in shapes.items():
@@ -241,20 +241,20 @@ def fused_parts(shapes: Mapping[str, Sequence[int]], ranks: int, dim: int = 0) -
             first, extent, place = [0] * len(shape), list(shape), [0] * len(shape)
             first[dim], extent[dim], place[dim] = rank * share, share, at
             dims = tuple(range(len(shape)))
-            blocks.append(Block(path, tuple(shape), tuple(first), tuple(extent), tuple(place), dims))
+            blocks.append(BoxPart(path, tuple(shape), tuple(first), tuple(extent), tuple(place), dims))
             at += share
     return tuple(blocks)
 
 
-def slice_part(tensor: str, shape: Sequence[int], start: int, stop: int) -> Block:
+def slice_part(tensor: str, shape: Sequence[int], start: int, stop: int) -> BoxPart:
     """Rows ``start`` to ``stop`` of a tensor's first dim, in an array of just these rows."""
     rank, rows = len(shape), stop - start
     first, extent = (start, *[0] * (rank - 1)), (rows, *shape[1:])
-    return Block(tensor, tuple(shape), first, extent, (0,) * rank, tuple(range(rank)))
+    return BoxPart(tensor, tuple(shape), first, extent, (0,) * rank, tuple(range(rank)))
 
 
-def layer_part(tensor: str, shape: Sequence[int], layer: int) -> Block:
+def layer_part(tensor: str, shape: Sequence[int], layer: int) -> BoxPart:
     """One layer of a stack of layers, in an array of its own that lacks the dim of layers."""
     rank = len(shape)
     first, extent = (layer, *[0] * (rank - 1)), (1, *shape[1:])
-    return Block(tensor, tuple(shape), first, extent, (0,) * (rank - 1), (None, *range(rank - 1)))
+    return BoxPart(tensor, tuple(shape), first, extent, (0,) * (rank - 1), (None, *range(rank - 1)))

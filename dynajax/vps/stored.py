@@ -8,18 +8,17 @@ which runs of the tensor. The tiling that follows speaks of the tensor alone: pa
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 from dynajax.errors import LayoutError
-from dynajax.vps.parts import Block, parts_tiling
+from dynajax.vps.parts import BoxPart, parts_tiling
 from dynajax.vps.tiling import Tiling
 
-Pieces = tuple[tuple[int, int, int], ...]
+DimRuns = tuple[tuple[int, int, int], ...]
 """Runs of a dim: ``(first in the array, first in the tensor, length)``; what no run covers is padding."""
 
 
-def piece_parts(tensor: str, shape: Sequence[int], pieces: Sequence[Pieces]) -> tuple[Block, ...]:
+def piece_parts(tensor: str, shape: Sequence[int], pieces: Sequence[DimRuns]) -> tuple[BoxPart, ...]:
     """The blocks of an array that stores a tensor by runs of its dims.
 
     Args:
@@ -27,14 +26,14 @@ def piece_parts(tensor: str, shape: Sequence[int], pieces: Sequence[Pieces]) -> 
         shape: of the tensor.
         pieces: runs of each dim.
     """
-    blocks: list[Block] = []
+    blocks: list[BoxPart] = []
     for runs in itertools.product(*pieces):
         at, first, extent = zip(*runs, strict=True) if runs else ((), (), ())
-        blocks.append(Block(tensor, tuple(shape), first, extent, at, tuple(range(len(shape)))))
+        blocks.append(BoxPart(tensor, tuple(shape), first, extent, at, tuple(range(len(shape)))))
     return tuple(blocks)
 
 
-def stored_tiling(array: Tiling, shape: Sequence[int], pieces: Sequence[Pieces]) -> Tiling:
+def stored_tiling(array: Tiling, shape: Sequence[int], pieces: Sequence[DimRuns]) -> Tiling:
     """Who holds what of a tensor, from who holds what of the array that stores it.
 
     Args:
@@ -49,7 +48,7 @@ def stored_tiling(array: Tiling, shape: Sequence[int], pieces: Sequence[Pieces])
     return parts_tiling(array, shape, piece_parts("", shape, pieces))
 
 
-def _require_inside(array: tuple[int, ...], shape: tuple[int, ...], pieces: Sequence[Pieces]) -> None:
+def _require_inside(array: tuple[int, ...], shape: tuple[int, ...], pieces: Sequence[DimRuns]) -> None:
     if not len(array) == len(shape) == len(pieces):
         raise LayoutError(f"an array of shape {array} with {len(pieces)} lists of pieces cannot store {shape}")
     for dim, (stored, logical, runs) in enumerate(zip(array, shape, pieces, strict=True)):
@@ -58,13 +57,6 @@ def _require_inside(array: tuple[int, ...], shape: tuple[int, ...], pieces: Sequ
                 raise LayoutError(f"dim {dim}: the piece {(at, first, length)} does not fit {stored} and {logical}")
 
 
-def whole(shape: Sequence[int]) -> tuple[Pieces, ...]:
+def whole_runs(shape: Sequence[int]) -> tuple[DimRuns, ...]:
     """The pieces of an array that stores its tensor as it is."""
     return tuple(((0, 0, n),) for n in shape)
-
-
-def padded(shape: Sequence[int], stored: Sequence[int]) -> tuple[Pieces, ...]:
-    """The pieces of an array of shape ``stored`` that has its padding at the end of each dim."""
-    if math.prod(stored) < math.prod(shape) or any(a < b for a, b in zip(stored, shape, strict=True)):
-        raise LayoutError(f"an array of shape {tuple(stored)} is too small for a tensor of shape {tuple(shape)}")
-    return whole(shape)

@@ -23,7 +23,7 @@ from dynajax.engine.regroup import read
 from dynajax.errors import BudgetError, CheckError, TargetError
 from dynajax.meshes import Tier, Topology
 from dynajax.planner import build_plan, verify
-from dynajax.vps import Block, Run, bucket_parts, fused_parts, layer_part, slice_part
+from dynajax.vps import BoxPart, RunPart, bucket_parts, fused_parts, layer_part, slice_part
 
 Numpy = np.ndarray[Any, Any]
 
@@ -34,12 +34,12 @@ def on(devices: Any, spec: Any) -> NamedSharding:
 
 
 def filled(bundle: Bundle, tensors: dict[str, Numpy]) -> Numpy:
-    """What the array must hold, element by element from the words of ``Block`` and ``Run``; padding is zero."""
+    """What the array must hold, element by element from the words of ``BoxPart`` and ``RunPart``; padding is zero."""
     dtype = next(iter(tensors.values())).dtype
     array = np.zeros(bundle.array_shape, dtype)
     for part in bundle.parts:
         whole = tensors[part.tensor]
-        if not isinstance(part, Block):
+        if not isinstance(part, BoxPart):
             run = whole.reshape(-1)[part.first : part.first + part.length]
             array[(*part.row, slice(part.at, part.at + part.length))] = run
             continue
@@ -155,10 +155,10 @@ def test_runs_in_the_rows_of_an_array(spec: Any, path: Path) -> None:
     tensors = numbered({"['w']": (4, 5, 3)})
     width = 16 if spec == P(None, "x") else 15
 
-    def rows(first: int, count: int, high: int) -> tuple[Run, ...]:
+    def rows(first: int, count: int, high: int) -> tuple[RunPart, ...]:
         """Layers of a stack of ``count``, from row ``first`` on of an array of ``high``."""
         assert first + count <= high
-        return tuple(Run("['w']", (count, 5, 3), 15 * k, 15, 0, (first + k,)) for k in range(count))
+        return tuple(RunPart("['w']", (count, 5, 3), 15 * k, 15, 0, (first + k,)) for k in range(count))
 
     for devices in ([3, 0], [5, 1, 2, 9]):
         sharding = on(devices, spec)
@@ -287,8 +287,8 @@ def test_copies_on_two_meshes_serve_whoever_is_near(path: Path) -> None:
     """A tensor that two pipelines hold, each in its way, is read from whichever a device has; one copy is made."""
     tensors = numbered({"['w']": (8, 8)})
     copies = [
-        Bundle(on([0, 1, 2, 3], P("x")), (8, 8), (Block.whole("['w']", (8, 8)),)),
-        Bundle(on([3, 4, 5], P()), (8, 8), (Block.whole("['w']", (8, 8)),)),
+        Bundle(on([0, 1, 2, 3], P("x")), (8, 8), (BoxPart.whole("['w']", (8, 8)),)),
+        Bundle(on([3, 4, 5], P()), (8, 8), (BoxPart.whole("['w']", (8, 8)),)),
     ]
     tree = [placed(b, tensors) for b in copies]
     moved, report = dj.reshard(tree, {"w": on([0, 1, 2, 3, 4, 5, 6, 7], P("x"))}, stored=copies, check=True, path=path)
@@ -376,7 +376,7 @@ def test_what_does_not_meet_is_refused_by_name() -> None:
 
 
 def test_replicas_in_different_arrays_are_compared_when_asked(path: Path) -> None:
-    part = (Block.whole("['w']", (4,)),)
+    part = (BoxPart.whole("['w']", (4,)),)
     said = [Bundle(on([k], P()), (4,), part) for k in range(2)]
     tree = [jax.device_put(np.full(4, 1.0 + k, np.float32), b.sharding) for k, b in enumerate(said)]
     with pytest.raises(CheckError, match=r"\['w'\].*replicas differ"):

@@ -20,7 +20,7 @@ from dynajax.engine.shared_memory import SharedMemory
 from dynajax.errors import CheckError
 from dynajax.meshes import Tier, Topology
 from dynajax.planner import build_plan, verify
-from dynajax.vps import Layout, Run
+from dynajax.vps import Layout, RunPart
 
 SHAPE = (12, 40)
 
@@ -93,7 +93,7 @@ def test_parts_are_summed_into_arrays_that_store_more() -> None:
     """Into a flat bucket cut over five devices, in the middle of padding; sums are passed on inside nodes of two."""
     array, whole = _parts(SOURCES["replicas of rows"], SHAPE, jnp.bfloat16)
     flat = _on(range(5), (5,), ("x",), P("x"))
-    moved = _moved(array, Bundle(flat, (500,), (Run("['w']", SHAPE, 0, 480, 10),)))
+    moved = _moved(array, Bundle(flat, (500,), (RunPart("['w']", SHAPE, 0, 480, 10),)))
     want = np.zeros(500, jnp.bfloat16)
     want[10:490] = _summed(whole, jnp.bfloat16).ravel()
     assert np.asarray(moved).tobytes() == want.tobytes()

@@ -17,7 +17,7 @@ from random_layouts import held
 from dynajax.planner import build_plan, verify
 from dynajax.vps import (
     Arrays,
-    Block,
+    BoxPart,
     Layout,
     Space,
     Tensor,
@@ -85,7 +85,7 @@ def in_arrays(random: Random, space: Space, pool: int) -> list[tuple[Tiling, lis
         elif kind == "layers":
             arrays += [(on_mesh(random, shape[1:], pool), [layer_part(path, shape, k)]) for k in range(shape[0])]
         else:
-            whole = Block.whole(path, shape)
+            whole = BoxPart.whole(path, shape)
             arrays += [(on_mesh(random, shape, pool), [whole]) for _ in range(random.randint(1, 3))]
         left = [t for t in left if t not in mine]
     return arrays

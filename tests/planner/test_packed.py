@@ -10,7 +10,7 @@ from random_layouts import layout_pairs, summed_pairs, topologies
 
 from dynajax.errors import BudgetError
 from dynajax.planner import Granularity, build_plan, verify
-from dynajax.planner.verification.numpy_run import held
+from dynajax.planner.verification.numpy_run import device_buffer
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
 P = PartitionSpec
@@ -141,7 +141,7 @@ def assert_exact(plan, devices):
             for (kind, owner, lo, hi), block in devices[d].blocks.items():
                 if owner == k and kind == ("old" if d in move.kept else "new"):
                     flat[box(lo, hi)] = block
-            np.testing.assert_array_equal(held(flat, move.target, d), held(whole, move.target, d))
+            np.testing.assert_array_equal(device_buffer(flat, move.target, d), device_buffer(whole, move.target, d))
         for d in range(plan.num_devices):
             left = [n for n in devices[d].blocks if n[1] == k and n[0] not in ("old" if d in move.kept else "new",)]
             assert not plan.donate or not left

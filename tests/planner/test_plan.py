@@ -12,10 +12,9 @@ from random_layouts import held, layout_pairs, shapes, tilings
 
 from dynajax.errors import BudgetError, CheckError, LayoutError
 from dynajax.planner import build_plan, verify
-from dynajax.planner.verification.numpy_run import check_on_numpy, execute
-from dynajax.planner.verification.numpy_run import held as holding
+from dynajax.planner.verification.numpy_run import check_on_numpy, device_buffer, run_move
 from dynajax.vps import Layout, Space, Tensor, Tiling, box, interval, mesh_tiling
-from dynajax.vps.buffer import pack
+from dynajax.vps.buffer import cut_buffer
 
 P = PartitionSpec
 AMPLE = 2**60
@@ -173,10 +172,10 @@ def test_there_and_back_is_the_state_one_started_from(data):
     space = Space((Tensor("w", shape, "int64", 8),))
     there, back = (build_plan(Layout(space, (x,)), Layout(space, (y,)), AMPLE).moves[0] for x, y in ((a, b), (b, a)))
     whole = np.arange(int(np.prod(shape, dtype=np.int64))).reshape(shape) + 1
-    before = {d: holding(whole, a, d) for d in a.devices.tolist()}
+    before = {d: device_buffer(whole, a, d) for d in a.devices.tolist()}
     if not before:
         return
-    after = execute(back, execute(there, before))
+    after = run_move(back, run_move(there, before))
     for d in a.devices.tolist():
         np.testing.assert_array_equal(after[d], before[d])
 
@@ -199,11 +198,11 @@ def test_an_expert_or_a_layer_goes_where_its_number_says():
     whole = np.broadcast_to(np.arange(10)[:, None], (10, 3)).copy()
     space = Space((Tensor("w", (10, 3), "int64", 8),))
     stages = [mesh_tiling((10, 3), {"pp": n}, P("pp"), np.arange(n)) for n in (1, 3, 4, 2, 1)]
-    buffers = {0: pack(whole, stages[0].region_of(0))}
+    buffers = {0: cut_buffer(whole, stages[0].region_of(0))}
     for a, b in itertools.pairwise(stages):
-        buffers = execute(build_plan(Layout(space, (a,)), Layout(space, (b,)), AMPLE).moves[0], buffers)
+        buffers = run_move(build_plan(Layout(space, (a,)), Layout(space, (b,)), AMPLE).moves[0], buffers)
         for d in b.devices.tolist():
-            np.testing.assert_array_equal(buffers[d], pack(whole, b.region_of(d)))
+            np.testing.assert_array_equal(buffers[d], cut_buffer(whole, b.region_of(d)))
     np.testing.assert_array_equal(buffers[0].reshape(10, 3), whole)
 
 

@@ -13,7 +13,7 @@ from dynajax.errors import LayoutError, TopologyError
 from dynajax.meshes import Strategy, Tier, Topology
 from dynajax.planner import assign_ranks, build_plan, coupled_ranks, renumbered, verify
 from dynajax.planner.ranks.assign import devices_of
-from dynajax.vps import Layout, Space, Tensor, flat_layout, mesh_tiling
+from dynajax.vps import Layout, Space, Tensor, mesh_tiling, zero1_layout
 
 P = PartitionSpec
 AMPLE = 2**60
@@ -101,7 +101,7 @@ def test_experts_stay_where_their_weights_are_if_only_tensor_groups_must_stay_to
     """Experts 0 to 3 are on the first node, and their two halves can be: each node then keeps half of what it needs."""
     space = Space((Tensor("w", (4, 8, 64), "float32", 4),))
     axes = {"w": ("layers", "expert", "embed")}
-    source, target = (flat_layout(space, axes, Strategy.parse(s)) for s in ("tp2.dp4/ep8", "tp2.dp4/ep4"))
+    source, target = (zero1_layout(space, axes, Strategy.parse(s)) for s in ("tp2.dp4/ep8", "tp2.dp4/ep4"))
     topology = Topology.regular("fours", [TIERS[0], (TIERS[1][0], 4), TIERS[2]], 8)
     whole, units = (assign_ranks(source, target, topology, together=n) for n in (None, 2))
     assert (units.reshape(-1, 2) // 4 == units.reshape(-1, 2)[:, :1] // 4).all()
@@ -144,8 +144,8 @@ def test_those_that_stay_are_those_that_hold_what_stays():
     """Shrink from 8 to 4 devices, of any of the 8: the holders of the second half of the pipeline keep it."""
     space = Space((Tensor("w", (8, 4), "float32", 4),))
     axes = {"w": ("layers", "mlp")}
-    source = flat_layout(space, axes, Strategy.parse("pp2.dp2.tp2"))
-    target = flat_layout(space, axes, Strategy.parse("pp2.tp2"))
+    source = zero1_layout(space, axes, Strategy.parse("pp2.dp2.tp2"))
+    target = zero1_layout(space, axes, Strategy.parse("pp2.tp2"))
     topology = Topology.regular("pairs", TIERS, 8)
     devices = assign_ranks(source, target, topology)
     assert moved(source, target, devices) == space.nbytes // 2
@@ -172,7 +172,7 @@ def test_a_pool_may_be_larger_than_the_layouts_and_one_without_room_is_refused()
 def test_a_thousand_devices_keep_their_tensor_groups_in_a_node(devices):
     space = Space((Tensor("w", (64, 256, 256), "float32", 4),))
     axes = {"w": ("layers", "embed", "mlp")}
-    source, target = (flat_layout(space, axes, Strategy.parse(s)) for s in ("tp8.pp8.dp16", "tp4.pp16.dp16"))
+    source, target = (zero1_layout(space, axes, Strategy.parse(s)) for s in ("tp8.pp8.dp16", "tp4.pp16.dp16"))
     topology = Topology.load("h100", devices)
     chosen = assign_ranks(source, target, topology)
     assert sorted(chosen.tolist()) == list(range(devices))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynajax.planner.cost.rounds import Schedule, coloured_rounds, rounds_of, xor_rounds
+from dynajax.planner.cost.rounds import Pairing, coloured_rounds, rounds_of, xor_rounds
 
 
 def everybody(n):
@@ -40,11 +40,11 @@ def partners(found):
         yield device, {b for a, b in found if a == device}, {a for a, b in found if b == device}
 
 
-@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("pairing", Pairing)
 @pytest.mark.parametrize("n", range(2, 71))
-def test_everybody_meets_everybody_one_partner_a_round(n, schedule):
+def test_everybody_meets_everybody_one_partner_a_round(n, pairing):
     sender, receiver = everybody(n)
-    rounds = rounds_of(schedule, sender, receiver, np.ones(len(sender), np.int64))
+    rounds = rounds_of(pairing, sender, receiver, np.ones(len(sender), np.int64))
     assert one_partner(rounds)
     assert_in_order(rounds, sender, receiver)
 
@@ -63,16 +63,16 @@ edges = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1
 
 
 @settings(max_examples=150)
-@given(edges, st.sampled_from(Schedule))
-def test_any_traffic_is_scheduled_with_one_partner_a_round(found, schedule):
+@given(edges, st.sampled_from(Pairing))
+def test_any_traffic_is_scheduled_with_one_partner_a_round(found, pairing):
     pairs = np.array(list(found), np.int64).reshape(-1, 2)
     weight = np.array(list(found.values()), np.int64)
-    rounds = rounds_of(schedule, pairs[:, 0], pairs[:, 1], weight)
+    rounds = rounds_of(pairing, pairs[:, 0], pairs[:, 1], weight)
     assert one_partner(rounds)
     assert_in_order(rounds, pairs[:, 0], pairs[:, 1])
     fewest = max((len({*a, *b} - {d}) for d, a, b in partners(found)), default=0)
     assert fewest <= rounds.count
-    if schedule is Schedule.COLOURS:
+    if pairing is Pairing.COLOURS:
         assert rounds.count <= max(2 * fewest - 1, 0)
 
 

@@ -9,7 +9,7 @@ from random_layouts import array_layout_pairs, held
 
 from dynajax.errors import BudgetError, LayoutError
 from dynajax.planner import build_plan, renumbered, verify
-from dynajax.vps import Arrays, Block, Layout, Run, Space, Tensor, bucket_parts, fused_parts, mesh_tiling
+from dynajax.vps import Arrays, BoxPart, Layout, RunPart, Space, Tensor, bucket_parts, fused_parts, mesh_tiling
 from dynajax.vps.parts import joined, parts_tiling
 
 P = PartitionSpec
@@ -102,14 +102,14 @@ def test_a_chain_of_buckets_is_freed_bucket_by_bucket():
 
 
 def test_parts_that_do_not_fit_are_refused():
-    Block("t", (4, 3), (1, 0), (1, 3), (2,), (None, 0)).require_fits((5,))
+    BoxPart("t", (4, 3), (1, 0), (1, 3), (2,), (None, 0)).require_fits((5,))
     for bad in (
-        Block("t", (4, 3), (1, 0), (1, 3), (3,), (None, 0)),
-        Block("t", (4, 3), (4, 0), (1, 3), (0,), (None, 0)),
-        Block("t", (4, 3), (1, 0), (2, 3), (0,), (None, 0)),
-        Block("t", (4, 3), (1, 0), (1, 3), (0,), (0, 0)),
-        Run("t", (4, 3), 6, 7, 0),
-        Run("t", (4, 3), 0, 6, 0),
+        BoxPart("t", (4, 3), (1, 0), (1, 3), (3,), (None, 0)),
+        BoxPart("t", (4, 3), (4, 0), (1, 3), (0,), (None, 0)),
+        BoxPart("t", (4, 3), (1, 0), (2, 3), (0,), (None, 0)),
+        BoxPart("t", (4, 3), (1, 0), (1, 3), (0,), (0, 0)),
+        RunPart("t", (4, 3), 6, 7, 0),
+        RunPart("t", (4, 3), 0, 6, 0),
     ):
         with pytest.raises(LayoutError, match="t: "):
             bad.require_fits((5,))

@@ -13,7 +13,7 @@ from dynajax.errors import BudgetError, CheckError, LayoutError, TopologyError
 from dynajax.meshes import Topology
 from dynajax.planner import Granularity, assign_ranks, build_plan, price_plan, renumbered, verify
 from dynajax.planner.cost.primitives import Primitive, operations
-from dynajax.planner.verification.numpy_run import check_on_numpy, execute
+from dynajax.planner.verification.numpy_run import check_on_numpy, run_move
 from dynajax.planner.verification.proof import prove
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
@@ -85,7 +85,7 @@ def test_the_sum_is_made_in_the_order_of_the_devices():
     source, target = gradients([2, 0, 1], mesh_tiling((1,), {"x": 1}, P(), np.array([1])), (1,))
     move = build_plan(source, target, AMPLE).moves[0]
     buffers = {d: np.array([x], np.float32) for d, x in ((0, 1e8), (1, 1), (2, -1e8))}
-    assert execute(move, buffers)[1].tolist() == [np.float32(np.float32(1e8) + np.float32(1)) - np.float32(1e8)]
+    assert run_move(move, buffers)[1].tolist() == [np.float32(np.float32(1e8) + np.float32(1)) - np.float32(1e8)]
     assert buffers[0].tolist() == [1e8]
 
 

@@ -147,8 +147,8 @@ def test_unreduced_axes_hold_parts_of_a_sum_and_copies_count_once(spec, parts, c
 def test_a_tied_table_is_at_both_ends_and_nowhere_between(pp, holders):
     space = Space(tuple(Tensor(p, s, "float32", 4) for p, s in (("w", (6, 2, 4)), ("embed", (6, 2)), ("head", (2, 6)))))
     axes = {"w": ("layers", "embed", "mlp"), "embed": ("vocab", "embed"), "head": ("embed", "vocab")}
-    ends = {"last": frozenset({"head"}), "tied": frozenset({"embed"})}
-    layout = strategy_layout(space, axes, Strategy.parse(f"pp{pp}.tp2"), **ends)
+    last, tied = frozenset({"head"}), frozenset({"embed"})
+    layout = strategy_layout(space, axes, Strategy.parse(f"pp{pp}.tp2"), last=last, tied=tied)
     layout.validate()
     table, head, _ = layout.tilings
     assert table.devices.tolist() == holders

@@ -16,7 +16,7 @@ import numpy as np
 
 from dynajax.errors import TopologyError
 from dynajax.meshes import Topology
-from dynajax.planner.cost.rounds import Rounds, Schedule, rounds_of
+from dynajax.planner.cost.rounds import Pairing, Rounds, rounds_of
 from dynajax.planner.plan import Plan
 from dynajax.types import Ints
 from dynajax.vps.tiling import segment_sum
@@ -32,7 +32,7 @@ class Price:
         floor_s: what the busiest link alone needs.
         memory_s: share of ``seconds`` that packing, unpacking and copies inside devices take.
         rounds: rounds of all stages together.
-        schedule: how partners were matched; of the two the cheaper one in lockstep.
+        pairing: how partners were matched; of the two the cheaper one in lockstep.
         bytes_by_tier: bytes over each kind of link, by its name; of the first, copies inside devices.
         assumptions: what the prediction rests on, line by line.
     """
@@ -42,7 +42,7 @@ class Price:
     floor_s: float
     memory_s: float
     rounds: int
-    schedule: Schedule
+    pairing: Pairing
     bytes_by_tier: Mapping[str, int]
     assumptions: tuple[str, ...]
 
@@ -61,8 +61,8 @@ def price_plan(plan: Plan, topology: Topology | None = None) -> Price:
     if links is None:
         raise TopologyError("a plan made without a topology has no price; give one")
     messages = _Messages.of(plan, links)
-    exchanges = [(messages.exchange(kind), kind) for kind in Schedule]
-    exchange, schedule = min(exchanges, key=lambda e: (e[0].lockstep_s, e[0].seconds))
+    exchanges = [(messages.exchange(kind), kind) for kind in Pairing]
+    exchange, pairing = min(exchanges, key=lambda e: (e[0].lockstep_s, e[0].seconds))
     memory = messages.memory_s()
     return Price(
         seconds=exchange.seconds + memory,
@@ -70,9 +70,9 @@ def price_plan(plan: Plan, topology: Topology | None = None) -> Price:
         floor_s=messages.floor_s(),
         memory_s=memory,
         rounds=exchange.rounds,
-        schedule=schedule,
+        pairing=pairing,
         bytes_by_tier=messages.by_tier(),
-        assumptions=_assumptions(links, schedule),
+        assumptions=_assumptions(links, pairing),
     )
 
 
@@ -141,11 +141,11 @@ class _Messages:
             links, step, sender, receiver, nbytes, latency[tier] + nbytes / speed[tier], tier, handled, local
         )
 
-    def _rounds(self, kind: Schedule) -> Rounds:
+    def _rounds(self, kind: Pairing) -> Rounds:
         """Rounds of all pairs that ever talk; each step goes through them."""
         return rounds_of(kind, self.sender, self.receiver, self.seconds)
 
-    def exchange(self, kind: Schedule) -> _Exchange:
+    def exchange(self, kind: Pairing) -> _Exchange:
         """All steps. Partners begin when both are free; a step begins when all are."""
         if not len(self.step):
             return _Exchange(0.0, 0.0, 0)
@@ -204,11 +204,11 @@ def _staged(plan: Plan) -> list[tuple[tuple, int]]:
     ]
 
 
-def _assumptions(links: Topology, schedule: Schedule) -> tuple[str, ...]:
+def _assumptions(links: Topology, pairing: Pairing) -> tuple[str, ...]:
     speeds = ", ".join(
         f"{t.name} {t.bytes_per_second / 1e9:g} GB/s after {t.latency_s * 1e6:g} µs" for t in links.tiers
     )
-    matched = "XOR partners" if schedule is Schedule.XOR else "coloured edges"
+    matched = "XOR partners" if pairing is Pairing.XOR else "coloured edges"
     return (
         f"links of {links.name}, per device and direction: {speeds}",
         f"rounds of one partner a device ({matched}), both directions at once; a device begins a round when its "

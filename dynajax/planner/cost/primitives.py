@@ -68,7 +68,7 @@ def _operations(route: Route, itemsize: int, paths: tuple[str, ...]) -> list[Ope
     rows = np.flatnonzero(route.sent)
     if not len(rows):
         return []
-    place = route.place
+    place = route.flat_index
     sender, receiver = route.sender[rows], route.receiver[rows]
     size = 1 + int(max(sender.max(), receiver.max()))
     graph = coo_array((np.ones(len(rows)), (sender, receiver)), shape=(size, size))

@@ -1,8 +1,9 @@
-"""Rounds: in each a device talks to one partner, so that a link is never shared and no wait is circular.
+"""Rounds: in each a device talks to one partner, so that no link is shared and no devices wait for one another in a
+circle.
 
-XOR rounds pair device i with i ^ s. The step s has to run to the next power of two: of three devices, 1 and 2
-meet only at s = 3. Absent partners are skipped. The rival colours the graph of devices that talk, heavy edges
-first, so that neighbours differ: as few rounds as a greedy colouring finds, each of messages of like weight.
+XOR rounds pair device i with i ^ s. The step s has to run to the next power of two: of three devices, 1 and 2 meet only
+at s = 3. Absent partners are skipped. Coloured rounds are a greedy colouring of the edges of the graph of devices that
+talk, heavy edges first: few rounds, and each of messages of like weight.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import numpy as np
 from dynajax.types import Ints
 
 
-class Schedule(Enum):
-    """How partners are matched."""
+class Pairing(Enum):
+    """How the partners of a round are matched."""
 
     XOR = "xor"
     COLOURS = "colours"
@@ -72,8 +73,8 @@ def coloured_rounds(sender: Ints, receiver: Ints, weight: Ints) -> Rounds:
     return Rounds(sender, receiver, colour[edge.ravel()])
 
 
-def rounds_of(schedule: Schedule, sender: Ints, receiver: Ints, weight: Ints) -> Rounds:
+def rounds_of(pairing: Pairing, sender: Ints, receiver: Ints, weight: Ints) -> Rounds:
     """Messages in rounds of the given kind."""
-    if schedule is Schedule.XOR:
+    if pairing is Pairing.XOR:
         return xor_rounds(sender, receiver)
     return coloured_rounds(sender, receiver, weight)

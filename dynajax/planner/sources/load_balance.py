@@ -24,7 +24,7 @@ SEND_IN_NODE, SEND_ABROAD, RECEIVE_ABROAD = range(3)
 _PORTS = 3
 _SWEEPS = 4
 
-Words = NDArray[np.uint64]
+_Hashes = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Requests:
     begin: Ints
     count: Ints
     port: Ints
-    group: Words
+    group: _Hashes
     volume: Ints
 
     @staticmethod
@@ -84,7 +84,7 @@ def balance_load(requests: Sequence[Requests], weights: Sequence[Ints], devices:
     return _parted(pick, requests, weights)
 
 
-def _joined(requests: Sequence[Requests], weights: Sequence[Ints]) -> tuple[Ints, Ints, Ints, Words, Ints, Ints]:
+def _joined(requests: Sequence[Requests], weights: Sequence[Ints]) -> tuple[Ints, Ints, Ints, _Hashes, Ints, Ints]:
     """All requests of all variants end to end, a variant after the other, with the bytes of each and one table."""
     tables = np.cumsum([0, *[len(r.devices) for r in requests]])
     variants = [len(w) for w in weights]
@@ -116,7 +116,7 @@ def _parted(pick: Ints, requests: Sequence[Requests], weights: Sequence[Ints]) -
     return parts
 
 
-def _groups(group: Words, count: Ints, chosen: Bools) -> list[Ints]:
+def _groups(group: _Hashes, count: Ints, chosen: Bools) -> list[Ints]:
     """The chosen requests by group, the groups with the fewest candidates first."""
     index = np.flatnonzero(chosen)
     order = index[np.lexsort((index, group[index], count[index]))]
@@ -147,7 +147,7 @@ def _columns(sorted_load: Ints, amount: int) -> Ints:
     return np.cumsum(np.maximum(level - sorted_load, 0) * (np.arange(len(sorted_load)) < wet))
 
 
-def _scattered(number: Ints) -> Words:
+def _scattered(number: Ints) -> _Hashes:
     """Well mixed 64-bit words of integers (Steele et al., SplitMix, 2014), so that sums of them tell sets apart."""
     word = number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x632BE59BD9B4E019)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,8 +1,9 @@
-"""The ledger of packed stages: bytes alive on every device at every moment, from the routes alone.
+"""Live ranges: the bytes alive on every device at every moment of a plan, from its routes and stages alone.
 
-Six moments make a stage: pack, free what was read for the last time, exchange, drop the send buffers,
-allocate the targets, and, once unpacked, drop the receive buffers and what was copied inside the device.
-Before the first stage all is freed that nobody reads.
+A packed stage has six moments: pack into send buffers, free the pieces that were read for the last time, receive, free
+the send buffers, allocate target pieces, and, once these are filled, free the receive buffers and the pieces that were
+copied inside the device for the last time. Before the first stage a device frees every piece that nobody reads. A stage
+of whole shards has two moments: its targets are allocated, its sources are freed.
 """
 
 from __future__ import annotations
@@ -24,46 +25,42 @@ Routes = Sequence[tuple[Route, int]]
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """The pieces of all routes end to end.
+class PieceTable:
+    """The pieces of all routes end to end, one row for each device that needs one.
 
     Attributes:
-        route, row: where each piece is from.
-        sender, receiver, nbytes, relayed, added: as in ``Route``, bytes over all tensors.
-        place: as in ``Route``; pieces of a route with one place are one box.
-        unit: source piece that it reads, which its sender frees as a whole; −1 if it is relayed or kept.
+        sender, receiver: device numbers.
+        nbytes: bytes of the piece over all tensors of its route.
+        added: True if the piece is added to one before it.
+        freed_with: equal for rows that read the same piece of the same device, which the device frees after the last
+            of them; −1 if nothing is freed, because the piece is relayed or its device keeps the buffer.
     """
 
-    route: Ints
-    row: Ints
     sender: Ints
     receiver: Ints
     nbytes: Ints
-    relayed: Bools
     added: Bools
-    place: Ints
-    unit: Ints
+    freed_with: Ints
 
     @staticmethod
-    def of(routes: Routes) -> Rows:
+    def of(routes: Routes) -> PieceTable:
         """The pieces of ``routes``, in order."""
         none, no = np.zeros(0, np.int64), np.zeros(0, bool)
-        route = np.concatenate([none, *(np.full(len(r.lo), k) for k, (r, _) in enumerate(routes))])
-        row = np.concatenate([none, *(np.arange(len(r.lo)) for r, _ in routes)])
         sender = np.concatenate([none, *(r.sender for r, _ in routes)])
         receiver = np.concatenate([none, *(r.receiver for r, _ in routes)])
         nbytes = np.concatenate([none, *(r.volumes * itemsize for r, itemsize in routes)])
-        relayed = np.concatenate([no, *(r.relayed for r, _ in routes)])
         added = np.concatenate([no, *(r.added for r, _ in routes)])
-        place = np.concatenate([none, *(r.place for r, _ in routes)])
-        stays = np.concatenate([no, *(np.isin(r.sender, r.kept) for r, _ in routes)])
-        unit, freed = np.full(len(route), -1), np.flatnonzero(~relayed & ~stays)
-        unit[freed] = alike(route[freed], place[freed], sender[freed])
-        return Rows(route, row, sender, receiver, nbytes, relayed, added, place, unit)
+        stays = np.concatenate([no, *(r.relayed | np.isin(r.sender, r.kept) for r, _ in routes)])
+        route = np.concatenate([none, *(np.full(len(r.lo), k) for k, (r, _) in enumerate(routes))])
+        flat_index = np.concatenate([none, *(r.flat_index for r, _ in routes)])
+        freed_with, freed = np.full(len(route), -1), np.flatnonzero(~stays)
+        # Pieces of a route are equal or disjoint, so those that begin at one element are one box.
+        freed_with[freed] = numbered(route[freed], flat_index[freed], sender[freed])
+        return PieceTable(sender, receiver, nbytes, added, freed_with)
 
 
-def alike(*keys: Ints) -> Ints:
-    """The same number, counted from 0, for rows that agree in all keys."""
+def numbered(*keys: Ints) -> Ints:
+    """A number for each row, counted from 0: the same for rows that agree in all keys."""
     order = np.lexsort(keys)
     new = np.zeros(len(order), bool)
     for key in keys:
@@ -91,51 +88,51 @@ def packed_live(routes: Routes, source: Ints, donate: bool) -> Ints:
     """Bytes that each device holds before the first stage and after each moment, shape (moments, devices).
 
     Args:
-        routes: with a stage for each piece.
+        routes: with a stage for each piece; the pieces of a route are equal or disjoint.
         source: bytes of the source layout on each device.
         donate: whether sources are freed.
     """
-    devices, rows = len(source), Rows.of(routes)
+    devices, pieces = len(source), PieceTable.of(routes)
     stage = np.concatenate([np.zeros(0, np.int64), *(r.stages_of_pieces() for r, _ in routes)])
     stages = int(stage.max(initial=-1)) + 1
     change = np.zeros((MOMENTS * stages + 2, devices), np.int64)
-    sent = rows.sender != rows.receiver
+    sent = pieces.sender != pieces.receiver
     for moment, end, chosen, sign in (
-        (0, rows.sender, sent, 1),
-        (2, rows.receiver, sent, 1),
-        (3, rows.sender, sent, -1),
-        (4, rows.receiver, ~rows.added, 1),
-        (5, rows.receiver, sent, -1),
+        (0, pieces.sender, sent, 1),
+        (2, pieces.receiver, sent, 1),
+        (3, pieces.sender, sent, -1),
+        (4, pieces.receiver, ~pieces.added, 1),
+        (5, pieces.receiver, sent, -1),
     ):
-        np.add.at(change, (2 + MOMENTS * stage[chosen] + moment, end[chosen]), sign * rows.nbytes[chosen])
+        np.add.at(change, (2 + MOMENTS * stage[chosen] + moment, end[chosen]), sign * pieces.nbytes[chosen])
     change[0] = source
     if donate:
-        _free(change, rows, stage, ~sent)
-        change[1] = kept_bytes(routes, devices) + _read_bytes(rows, devices) - source
+        _free(change, pieces, stage, ~sent)
+        change[1] = kept_bytes(routes, devices) + _read_bytes(pieces, devices) - source
     return np.cumsum(change, axis=0)
 
 
-def _free(change: Ints, rows: Rows, stage: Ints, local: Bools) -> None:
-    """Take off every unit after its last reader: at once if that is sent, after unpacking if it is copied inside."""
-    read = np.flatnonzero(rows.unit >= 0)
-    order = read[np.lexsort((local[read], stage[read], rows.unit[read]))]
-    last = order[np.append(np.diff(rows.unit[order]) != 0, True)] if len(order) else order
+def _free(change: Ints, pieces: PieceTable, stage: Ints, local: Bools) -> None:
+    """Subtract each piece after the last row that reads it: after packing if that is sent, after filling if local."""
+    read = np.flatnonzero(pieces.freed_with >= 0)
+    order = read[np.lexsort((local[read], stage[read], pieces.freed_with[read]))]
+    last = order[np.append(np.diff(pieces.freed_with[order]) != 0, True)] if len(order) else order
     moment = np.where(local[last], 5, 1)
-    np.subtract.at(change, (2 + MOMENTS * stage[last] + moment, rows.sender[last]), rows.nbytes[last])
+    np.subtract.at(change, (2 + MOMENTS * stage[last] + moment, pieces.sender[last]), pieces.nbytes[last])
 
 
-def _read_bytes(rows: Rows, devices: int) -> Ints:
-    """Bytes of all units on their holders."""
-    _, first = np.unique(rows.unit, return_index=True)
-    first = first[rows.unit[first] >= 0]
-    return segment_sum(rows.sender[first], rows.nbytes[first], devices)
+def _read_bytes(pieces: PieceTable, devices: int) -> Ints:
+    """Bytes of the pieces that are read, and then freed, on the devices that hold them."""
+    _, first = np.unique(pieces.freed_with, return_index=True)
+    first = first[pieces.freed_with[first] >= 0]
+    return segment_sum(pieces.sender[first], pieces.nbytes[first], devices)
 
 
 def live_bytes(plan: Plan) -> Ints:
     """Bytes that each device holds at every moment of the plan, in order, shape (moments, devices).
 
-    Where shards are freed whole a stage has two moments: its targets are made, its sources are gone. Packed stages
-    have those of ``planner.stages.live_ranges``.
+    Args:
+        plan: with its stages; the moments of a stage are at the top of this file.
     """
     if plan.granularity is Granularity.PACKED:
         return packed_live(plan.routes, plan.footprint.source, plan.donate)
@@ -148,10 +145,10 @@ def live_bytes(plan: Plan) -> Ints:
 
 
 def stage_changes(plan: Plan) -> tuple[Ints, Ints]:
-    """Bytes of shards that each stage makes at its start, and has no more use for at its end.
+    """Bytes of shards that each stage allocates at its start, and frees at its end if the source is given up.
 
-    An array that stores parts of several tensors is made in the first stage that fills it, and of no use after the
-    last that reads it.
+    An array that stores parts of several tensors is allocated in the first stage that fills it, and freed in the last
+    that reads it.
 
     Returns:
         Two arrays of shape (stages, devices).

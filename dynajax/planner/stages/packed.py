@@ -1,11 +1,10 @@
-"""Stages that cut tensors: packed buffers within a budget, sources freed piece by piece, a flat peak.
+"""Stages that cut tensors (``Granularity.PACKED``): within a budget, sources freed piece by piece, with a flat peak.
 
-Every piece is cut in slices, the same for all its holders and readers, and slice after slice is spread
-evenly over the stages. So each device has, after each stage, given away and received the same share of
-all that it will: what comes in takes the place of what went out, whatever the pattern of who talks to
-whom, and no order of stages can wait for itself. Within a stage a device packs what it sends, frees what
-was read for the last time, exchanges, allocates, unpacks (see ``planner.stages.live_ranges``). Stages are as few as
-the ledger allows: with n of them a device needs about an n-th of what it sends above its base.
+Every piece is cut in slices, at the same places for all its holders and readers, and its slices are spread evenly over
+the stages. So after each stage every device has sent and received the same share of all that it will: arriving bytes
+take the place of bytes that left, whoever talks to whom, and no order of stages can wait for itself. What a device does
+within a stage is in ``planner.stages.live_ranges``. With n stages a device needs about an n-th of what it sends above
+its base; there are as few as the live ranges allow.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from dynajax.bytesize import format_bytes
 from dynajax.errors import BudgetError
 from dynajax.planner.route import Route
 from dynajax.planner.stages.footprint import Footprint
-from dynajax.planner.stages.live_ranges import Routes, Rows, packed_peak
+from dynajax.planner.stages.live_ranges import PieceTable, Routes, packed_peak
 from dynajax.types import Ints
 from dynajax.vps import algebra
 from dynajax.vps.tiling import segment_sum
 
 _TRIES = 16
-"""Each adds more stages than the one before: what a device needs above its base does not fall steadily with them."""
+"""Numbers of stages to try. Each is larger than the one before: the peak does not fall steadily with the stages."""
 _FINENESS = 8
-"""A slice is cut again until it is below this share of what a device takes in a stage; twice as fine after each try."""
+"""A slice has at most this share of the bytes that a device may send in a stage. Doubled after each try."""
 _MOST = 400_000
-"""Slices, beyond one a piece, and stages of devices, beyond which a plan is refused as too fine."""
+"""A plan is refused as too fine if slices, less one a piece, and stages times devices are together more than this."""
 _LIKE = 8
-"""Rows of a slice from which on slices of one more or less are called like."""
+"""A dim is long enough for slices of like size if each slice gets at least this many of its rows."""
 _GOLDEN = 0.6180339887498949
 
 
@@ -60,7 +59,7 @@ def pack_stages(
 
 
 def _least_budget(routes: Routes, source: Ints, target: Ints, budget: int, donate: bool) -> int:
-    """A budget that does, where one that is smaller by a byte, or by a hundredth, does not."""
+    """A sufficient budget. One that is smaller by a hundredth of it, or by a byte, is not sufficient."""
     low, high = budget, 2 * budget + 1
     while _fit(routes, source, target, high, donate) is None:
         low, high = high, 2 * high
@@ -74,7 +73,7 @@ def _fit(
     routes: Routes, source: Ints, target: Ints, budget: int, donate: bool
 ) -> tuple[tuple[Route, ...], Footprint] | None:
     """The fewest stages, found by a few tries, that stay within the budget; None if none does."""
-    load, pieces = _largest_load(Rows.of(routes), len(source)), sum(len(r.lo) for r, _ in routes)
+    load, pieces = _largest_load(PieceTable.of(routes), len(source)), sum(len(r.lo) for r, _ in routes)
     element = math.gcd(*(itemsize for _, itemsize in routes)) or 1
     budget -= budget % element
     stages, fineness = max(-(-load // max(budget, 1)), 1), _FINENESS
@@ -95,10 +94,10 @@ def _fit(
     return None
 
 
-def _largest_load(rows: Rows, devices: int) -> int:
+def _largest_load(pieces: PieceTable, devices: int) -> int:
     """The most bytes that a device sends, or receives and copies."""
-    sent = rows.nbytes * (rows.sender != rows.receiver)
-    loads = segment_sum(rows.sender, sent, devices), segment_sum(rows.receiver, rows.nbytes, devices)
+    sent = pieces.nbytes * (pieces.sender != pieces.receiver)
+    loads = segment_sum(pieces.sender, sent, devices), segment_sum(pieces.receiver, pieces.nbytes, devices)
     return int(max(load.max(initial=0) for load in loads))
 
 
@@ -111,7 +110,7 @@ def _staged(route: Route, itemsize: int, stages: int, grain: int) -> Route:
     """The route with pieces cut in up to ``stages`` slices of ``grain`` bytes or more, each in its stage."""
     slices = np.clip(-(-route.volumes * itemsize // grain), 1, stages)
     row, part, count, lo, hi = _cut(route.lo, route.hi, slices)
-    _, piece = np.unique(route.place, return_inverse=True)
+    _, piece = np.unique(route.flat_index, return_inverse=True)
     phase = (piece.ravel() * _GOLDEN) % 1.0
     relayed = route.relayed[row]
     stage = ((part + phase[row]) / count * stages).astype(np.int64) + relayed
@@ -128,9 +127,13 @@ def _staged(route: Route, itemsize: int, stages: int, grain: int) -> Route:
 
 
 def _cut(lo: Ints, hi: Ints, slices: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Cut box k in ``slices[k]`` like boxes: along the outermost dim that is long enough to make them of like size.
+    """Cut box k in ``slices[k]`` boxes of like size, along the outermost dim that is long enough for that.
 
-    If no dim is, it is cut along the outermost dims first, in somewhat more boxes.
+    A box without such a dim is cut along its outermost dims, one after the other, in somewhat more boxes.
+
+    Args:
+        lo, hi: shape (boxes, rank).
+        slices: shape (boxes,).
 
     Returns:
         ``row, part, count, lo, hi``: slice ``part`` of ``count`` of the box ``row``, in row-major order.

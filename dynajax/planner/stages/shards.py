@@ -1,8 +1,8 @@
-"""Memory of a move whose shards are freed whole: bytes of each device over the stages, and an order that fits a budget.
+"""Stages of whole shards: an order of the tensors that fits a budget, and the bytes of each device over it.
 
-In a stage the targets of its tensors are allocated, filled, and then their sources are freed. A
-buffer that stays as it is counts once. The base that a budget lies above is max(source, target) of
-a device if the source is given up, source + target if it is kept.
+A stage allocates the target shards of its tensors, fills them, and then frees their source shards. A buffer that stays
+as it is counts once. The base of a device, above which the budget lies, is the larger of its source and its target if
+the source is given up, and their sum if it is kept.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dynajax.types import Ints
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """Shards of the arrays of one layout.
+    """Bytes of the shards of all arrays of one layout.
 
     Attributes:
-        nbytes: bytes of each on each device, shape (arrays, devices).
-        kept: bytes of those whose buffer serves before and after, same shape.
-        tensors: what each array stores parts of; None if array k stores tensor k and nothing else.
+        nbytes: bytes of each array on each device, shape (arrays, devices).
+        kept: bytes of those shards whose buffer serves before and after, shape (arrays, devices).
+        tensors: rows of the tensors that each array stores parts of; None if array k stores tensor k and nothing else.
     """
 
     nbytes: Ints
@@ -39,23 +39,31 @@ class Shards:
         return self.nbytes - self.kept
 
     def in_order(self, order: Ints, last: bool) -> Ints:
-        """Bytes that come or go with each tensor of an order: with the first, or the last, that an array stores."""
+        """Bytes of arrays by the tensor that they are allocated or freed with.
+
+        Args:
+            order: rows of the tensors in the order in which they are moved, shape (tensors,).
+            last: count an array with the last of its tensors, as it is freed, not with the first.
+
+        Returns:
+            Bytes for each place in the order, shape (tensors, devices).
+        """
         if self.tensors is None:
             return self.changed[order]
-        place = np.argsort(order)
-        turn = [place[list(rows)].max() if last else place[list(rows)].min() for rows in self.tensors]
+        position = np.argsort(order)
+        when = [position[list(rows)].max() if last else position[list(rows)].min() for rows in self.tensors]
         out = np.zeros((len(order), self.nbytes.shape[1]), np.int64)
-        np.add.at(out, np.asarray(turn, np.int64), self.changed)
+        np.add.at(out, np.asarray(when, np.int64), self.changed)
         return out
 
 
 @dataclass(frozen=True, eq=False)
-class Buffers:
-    """Shards of all arrays before and after. An array is made for its first tensor and freed after its last.
+class Allocations:
+    """What the tensors of a move allocate and free. An array is allocated for its first tensor, freed after its last.
 
     Attributes:
-        source, target: of the layouts; their tensors are the same.
-        count: tensors.
+        source, target: shards of the arrays before and after.
+        count: how many tensors there are.
     """
 
     source: Shards
@@ -72,7 +80,7 @@ class Buffers:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...] | None:
-        """Tensors that arrays tie together, group by group; None if each stands alone."""
+        """Tensors that share arrays, directly or through others, group by group; None if no array has two tensors."""
         if self.source.tensors is None and self.target.tensors is None:
             return None
         label = list(range(self.count))
@@ -87,7 +95,7 @@ class Buffers:
         return tuple(tuple(rows) for rows in members.values())
 
     def footprint(self, stages: Sequence[Sequence[int]], donate: bool) -> Footprint:
-        """Bytes over the stages; without donation nothing is freed."""
+        """Bytes of each device over stages of tensors; without donation nothing is freed."""
         source, target = self.source.nbytes.sum(axis=0), self.target.nbytes.sum(axis=0)
         order = np.asarray([k for stage in stages for k in stage], np.int64)
         allocated, freed = self.allocated(order), self.freed(order)
@@ -104,7 +112,7 @@ class Buffers:
 
 
 def plan_stages(
-    buffers: Buffers, budget: int, donate: bool, names: Sequence[str], at_once: int | None = None
+    allocations: Allocations, budget: int, donate: bool, names: Sequence[str], at_once: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Stages as large as the budget and ``at_once`` allow, in an order that frees memory early.
 
@@ -122,12 +130,12 @@ def plan_stages(
         return ()
     if not donate:
         return (tuple(range(len(names))),)
-    base = np.maximum(buffers.source.nbytes.sum(axis=0), buffers.target.nbytes.sum(axis=0))
+    base = np.maximum(allocations.source.nbytes.sum(axis=0), allocations.target.nbytes.sum(axis=0))
     best: tuple[int, int] | None = None
-    for order in _orders(buffers):
-        needed, worst = _needed(buffers, order, base)
+    for order in _orders(allocations):
+        needed, worst = _needed(allocations, order, base)
         if needed <= budget:
-            return _grouped(buffers, order, base + budget, at_once)
+            return _grouped(allocations, order, base + budget, at_once)
         best = min(best or (needed, worst), (needed, worst))
     assert best is not None
     raise BudgetError(
@@ -136,17 +144,19 @@ def plan_stages(
     )
 
 
-def _orders(buffers: Buffers) -> Iterator[Ints]:
-    """Orders worth trying, the cheap one first: by bytes freed on the whole, then step by step on the worst device.
+def _orders(allocations: Allocations) -> Iterator[Ints]:
+    """Orders worth trying, the one that is cheap to compute first.
 
-    Steps are taken from the start, and from the end backwards: a way back holds as much as the way there.
+    The first sorts tensors by the bytes that they add on all devices together. The second takes step by step the tensor
+    that is best for the worst device. The third takes such steps from the end backwards, as for the move back: a device
+    holds as much on the way back as on the way there.
     """
-    alone = np.arange(buffers.count)
-    allocated, freed = buffers.allocated(alone), buffers.freed(alone)
-    groups = buffers.groups
+    alone = np.arange(allocations.count)
+    allocated, freed = allocations.allocated(alone), allocations.freed(alone)
+    groups = allocations.groups
     if groups is not None:
         allocated, freed = (np.stack([x[list(rows)].sum(axis=0) for rows in groups]) for x in (allocated, freed))
-    base = buffers.source.nbytes.sum(axis=0) - buffers.target.nbytes.sum(axis=0)
+    base = allocations.source.nbytes.sum(axis=0) - allocations.target.nbytes.sum(axis=0)
     net = allocated - freed
     cheap = np.lexsort((np.arange(len(net)), allocated.max(axis=1), net.sum(axis=1)))
     orders = (
@@ -158,16 +168,16 @@ def _orders(buffers: Buffers) -> Iterator[Ints]:
         if groups is None:
             yield order()
             continue
-        for inside in _inside(buffers):
+        for inside in _inside(allocations):
             yield np.asarray([k for g in order() for k in sorted(groups[g], key=inside.__getitem__)], np.int64)
 
 
-def _inside(buffers: Buffers) -> Iterator[list[tuple[int, int, int]]]:
-    """Keys that sort the tensors of a group along the source arrays, and along the target arrays."""
+def _inside(allocations: Allocations) -> Iterator[list[tuple[int, int, int]]]:
+    """Sort keys of all tensors: first by the last source array that each lies in, then by the last target array."""
     spans = []
-    for shards in (buffers.source, buffers.target):
-        span = [(shards.nbytes.shape[0], -1)] * buffers.count
-        for array, rows in enumerate(shards.tensors or [(k,) for k in range(buffers.count)]):
+    for shards in (allocations.source, allocations.target):
+        span = [(shards.nbytes.shape[0], -1)] * allocations.count
+        for array, rows in enumerate(shards.tensors or [(k,) for k in range(allocations.count)]):
             for row in rows:
                 span[row] = (min(span[row][0], array), max(span[row][1], array))
         spans.append([(last, first, row) for row, (first, last) in enumerate(span)])
@@ -175,11 +185,13 @@ def _inside(buffers: Buffers) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def _greedy(allocated: Ints, freed: Ints, live: Ints) -> Ints:
-    """Always next what takes the worst device least above its base; equal ones share a try.
+    """An order in which each step is the row whose allocation lifts the worst device least above its base.
+
+    Rows that allocate and free the same bytes are tried once.
 
     Args:
-        allocated, freed: bytes of each on each device.
-        live: bytes that each device holds at the start, counted from its base.
+        allocated, freed: bytes of each row on each device, shape (rows, devices).
+        live: bytes that each device holds at the start, counted from its base, shape (devices,).
     """
     kinds, kind = np.unique(np.concatenate([allocated, freed], axis=1), axis=0, return_inverse=True)
     allocated, freed = np.split(kinds, 2, axis=1)
@@ -197,19 +209,19 @@ def _greedy(allocated: Ints, freed: Ints, live: Ints) -> Ints:
     return np.asarray(order)
 
 
-def _needed(buffers: Buffers, order: Ints, base: Ints) -> tuple[int, int]:
-    """The budget that stages of one tensor each need in this order, and the tensor that needs it."""
-    allocated = buffers.allocated(order)
-    net = allocated - buffers.freed(order)
-    before = np.cumsum(net, axis=0) - net + buffers.source.nbytes.sum(axis=0) - base
+def _needed(allocations: Allocations, order: Ints, base: Ints) -> tuple[int, int]:
+    """The budget that an order needs with one tensor a stage, and the row of the tensor that needs it."""
+    allocated = allocations.allocated(order)
+    net = allocated - allocations.freed(order)
+    before = np.cumsum(net, axis=0) - net + allocations.source.nbytes.sum(axis=0) - base
     extra = (before + allocated).max(axis=1)
     return max(int(extra.max()), 0), int(order[int(extra.argmax())])
 
 
-def _grouped(buffers: Buffers, order: Ints, limit: Ints, at_once: int | None) -> tuple[tuple[int, ...], ...]:
-    """Neighbours in the order share a stage while every device, and all together, stay below their limits."""
-    allocated, freed = np.cumsum(buffers.allocated(order), axis=0), np.cumsum(buffers.freed(order), axis=0)
-    live = buffers.source.nbytes.sum(axis=0)
+def _grouped(allocations: Allocations, order: Ints, limit: Ints, at_once: int | None) -> tuple[tuple[int, ...], ...]:
+    """Stages of an order: neighbours share one while each device, and all of them together, stay below their limits."""
+    allocated, freed = np.cumsum(allocations.allocated(order), axis=0), np.cumsum(allocations.freed(order), axis=0)
+    live = allocations.source.nbytes.sum(axis=0)
     if at_once is not None:  # as one device more, that starts each stage with nothing
         allocated, freed = (np.column_stack([x, allocated.sum(axis=1)]) for x in (allocated, freed))
         live, limit = np.append(live, 0), np.append(limit, at_once)

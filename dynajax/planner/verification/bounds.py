@@ -1,4 +1,4 @@
-"""The least that any plan sends, from two tilings alone: what plans are held against.
+"""The least that any plan sends, from two tilings alone: what plans are compared with.
 
 If any holder will do, a device is sent what it needs and does not hold, and a node what its devices need and none of
 them holds, once. If all holders are to be summed, every node that needs an element is sent all parts of it that lie
@@ -14,7 +14,8 @@ from dynajax.types import Ints
 from dynajax.vps import algebra
 from dynajax.vps.tiling import Tiling
 
-Boxes = tuple[Ints, Ints]
+Corners = tuple[Ints, Ints]
+"""Lower and upper corners of boxes, each of shape (boxes, rank)."""
 
 
 def least_sent(source: Tiling, target: Tiling, node: Ints) -> int:
@@ -30,7 +31,7 @@ def least_sent(source: Tiling, target: Tiling, node: Ints) -> int:
         return _volume(needs) - _volume(_common(has, needs))
     wanted = _distinct(_at(target, node))
     lo, hi = _common(has, needs)
-    own = _distinct((_moved_to(lo, node), _moved_to(hi, node, 1)))
+    own = _distinct((_renumbered(lo, node), _renumbered(hi, node, 1)))
     parts = _volume(_common_elements(source, wanted)[1])
     return parts - _volume(own) + _volume(needs) - _volume(wanted)
 
@@ -45,36 +46,41 @@ def least_between(source: Tiling, target: Tiling, node: Ints) -> int:
     return _volume((lo[elsewhere], hi[elsewhere]))
 
 
-def _at(tiling: Tiling, place: Ints) -> Boxes:
-    """The boxes of a tiling with the place of their holder as a first dim."""
-    at = place[tiling.holder][:, None]
+def _at(tiling: Tiling, number: Ints) -> Corners:
+    """The boxes of a tiling with a first dim for their holder, or for the node of their holder.
+
+    Args:
+        tiling: the boxes.
+        number: what to write for each device, shape (devices,).
+    """
+    at = number[tiling.holder][:, None]
     return np.concatenate([at, tiling.region.lo], axis=1), np.concatenate([at + 1, tiling.region.hi], axis=1)
 
 
-def _moved_to(corner: Ints, place: Ints, past: int = 0) -> Ints:
-    """Corners of boxes whose first dim is a device, with the place of the device there; upper ones are ``past`` it."""
-    return np.concatenate([place[corner[:, :1] - past] + past, corner[:, 1:]], axis=1)
+def _renumbered(corner: Ints, number: Ints, past: int = 0) -> Ints:
+    """Corners of boxes whose first dim is a device, with its node there instead; upper corners lie ``past`` it by 1."""
+    return np.concatenate([number[corner[:, :1] - past] + past, corner[:, 1:]], axis=1)
 
 
-def _distinct(boxes: Boxes) -> Boxes:
+def _distinct(boxes: Corners) -> Corners:
     """Disjoint boxes with the same elements."""
     lo, hi, _ = algebra.unique_boxes(*boxes)
     return (lo, hi) if algebra.are_disjoint(lo, hi) else algebra.refine(lo, hi)
 
 
-def _common(a: Boxes, b: Boxes) -> Boxes:
+def _common(a: Corners, b: Corners) -> Corners:
     """What boxes of ``a`` have in common with boxes of ``b``, pair by pair."""
     i, j = algebra.overlaps(*a, *b)
     return np.maximum(a[0][i], b[0][j]), np.minimum(a[1][i], b[1][j])
 
 
-def _common_elements(source: Tiling, wanted: Boxes) -> tuple[Ints, Boxes]:
-    """What each box of the source has in common with boxes at places, wherever its holder is: ``(row, boxes)``."""
+def _common_elements(source: Tiling, wanted: Corners) -> tuple[Ints, Corners]:
+    """What each source box has in common with boxes that have a first dim: ``(row of the source, common boxes)``."""
     row, j = algebra.overlaps(source.region.lo, source.region.hi, wanted[0][:, 1:], wanted[1][:, 1:])
     lo = np.maximum(source.region.lo[row], wanted[0][j, 1:])
     hi = np.minimum(source.region.hi[row], wanted[1][j, 1:])
     return row, (np.concatenate([wanted[0][j, :1], lo], axis=1), np.concatenate([wanted[1][j, :1], hi], axis=1))
 
 
-def _volume(boxes: Boxes) -> int:
+def _volume(boxes: Corners) -> int:
     return int(algebra.volumes(*boxes).sum())

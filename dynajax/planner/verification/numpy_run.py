@@ -1,7 +1,7 @@
-"""Carry out a plan on virtual devices: numpy buffers, one per device and tensor.
+"""A run of a plan in numpy: one buffer for each device and tensor.
 
-The proof of a plan: fill the source buffers from whole tensors, copy what the plan says and nothing
-else, and compare every target buffer with one cut from the whole tensor.
+Source buffers are cut from whole tensors, the copies of the plan and no others are made, and every target buffer is
+compared with one cut from the whole tensor.
 """
 
 from __future__ import annotations
@@ -15,16 +15,25 @@ from numpy.typing import NDArray
 from dynajax.errors import CheckError
 from dynajax.planner.plan import Move, Plan
 from dynajax.types import Bools
-from dynajax.vps.buffer import pack_into, view
+from dynajax.vps.buffer import fill_buffer, view
 from dynajax.vps.tiling import Tiling
 
-Buffers = dict[int, NDArray[Any]]
+DeviceBuffers = dict[int, NDArray[Any]]
 _MARK = 0xA5
+"""Byte of padding, which no copy may touch."""
 
 
-def execute(move: Move, source: Mapping[int, NDArray[Any]]) -> Buffers:
-    """Target buffers by device, made from source buffers by device; all flat."""
-    target: Buffers = {d: source[d] for d in move.kept.tolist()}
+def run_move(move: Move, source: Mapping[int, NDArray[Any]]) -> DeviceBuffers:
+    """Make the copies of a move, in their order.
+
+    Args:
+        move: what to copy.
+        source: flat source buffer of each device, by its number.
+
+    Returns:
+        Flat target buffer of each device, by its number; a device that keeps its buffer has the source buffer.
+    """
+    target: DeviceBuffers = {d: source[d] for d in move.kept.tolist()}
     dtype = next(iter(source.values())).dtype if source else np.dtype(np.int64)
     for d in np.setdiff1d(move.target.devices, move.kept).tolist():
         target[d] = _buffer(move.target, d, dtype)
@@ -32,21 +41,21 @@ def execute(move: Move, source: Mapping[int, NDArray[Any]]) -> Buffers:
     for k in np.lexsort((c.relayed, np.zeros(len(c.source)) if stage is None else stage)).tolist():
         extent = c.extent[k].tolist()
         out = view(target[int(c.target[k])], int(c.target_offset[k]), c.target_stride[k].tolist(), extent)
-        held = target if c.relayed[k] else source
-        piece = view(held[int(c.source[k])], int(c.source_offset[k]), c.source_stride[k].tolist(), extent)
+        buffers = target if c.relayed[k] else source
+        piece = view(buffers[int(c.source[k])], int(c.source_offset[k]), c.source_stride[k].tolist(), extent)
         out[...] = out + piece if c.added[k] else piece
     return target
 
 
-def held(whole: NDArray[Any], tiling: Tiling, device: int) -> NDArray[Any]:
-    """The buffer of a device, cut from the whole tensor; padding is filled with a mark that no copy may touch."""
+def device_buffer(whole: NDArray[Any], tiling: Tiling, device: int) -> NDArray[Any]:
+    """The buffer of a device, cut from the whole tensor; padding is filled with ``_MARK``."""
     buffer = _buffer(tiling, device, whole.dtype)
-    pack_into(buffer, whole, tiling.region_of(device))
+    fill_buffer(buffer, whole, tiling.region_of(device))
     return buffer
 
 
 def _parts(whole: NDArray[Any], tiling: Tiling) -> dict[int, NDArray[Any]]:
-    """What each device holds a region of: the whole tensor, or, if all are summed, unlike numbers that add up to it."""
+    """The tensor that each device's buffer is cut from: ``whole``, or of a partial source parts that add up to it."""
     devices = tiling.devices.tolist()
     if not tiling.partial:
         return dict.fromkeys(devices, whole)
@@ -89,10 +98,10 @@ def check_on_numpy(plan: Plan, tensors: Mapping[str, NDArray[Any]] | None = None
         move.target.validate(move.tensor.path)
         size = int(np.prod(move.tensor.shape, dtype=np.int64))
         whole = np.arange(size).reshape(move.tensor.shape) if tensors is None else tensors[move.tensor.path]
-        before = {d: held(part, move.source, d) for d, part in _parts(whole, move.source).items()}
-        after = execute(move, before)
+        before = {d: device_buffer(part, move.source, d) for d, part in _parts(whole, move.source).items()}
+        after = run_move(move, before)
         for d in move.target.devices.tolist():
-            if after[d].tobytes() != held(whole, move.target, d).tobytes():
+            if after[d].tobytes() != device_buffer(whole, move.target, d).tobytes():
                 raise CheckError(f"{move.tensor.path}: the plan gives device {d} wrong bytes")
     if plan.bytes_moved != plan.bytes_lower_bound:
         raise CheckError(f"the plan moves {plan.bytes_moved} bytes and {plan.bytes_lower_bound} would do")

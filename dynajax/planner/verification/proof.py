@@ -1,11 +1,11 @@
 """Proof of a plan by bookkeeping on boxes and bytes: no buffers, so thousands of devices are no matter.
 
-What is shown, for every route: both layouts cover the tensor and hold nothing twice; a piece is read where
-its sender has it (or was sent it before, if relayed) and lands inside what its receiver shall have; pieces
-of a device are disjoint and fill all that it shall have, but for buffers that stay, which hold the same
-elements at the same places. If the source is partial, a piece is written once and then added to, by the parts of
-all holders, each once. For the plan: bytes moved, and bytes between nodes, are the least the layouts
-allow, every piece is in one stage, and the peak is what the ledger says and within the budget.
+What is shown for every route: both layouts cover the tensor and hold nothing twice. A piece lies inside the box that it
+is read from and inside the box that it fills; a relayed piece was sent to its sender before. The pieces of a device are
+disjoint and fill all that it shall have; a buffer that stays holds the same elements at the same places before and
+after. If the source is partial, every filled box is written once and then added to, by the parts of all other holders,
+each once. What is shown for the plan: bytes moved, and bytes between nodes, are the least that the layouts allow, every
+piece is in one stage, and the peak is that of the live ranges and within the budget.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _prove_sums(route: Route, name: str) -> None:
     if len(route.kept):
         raise CheckError(f"{name}: a part is kept as if it were the sum")
     direct = np.flatnonzero(~route.relayed)
-    box = np.stack([route.target_row, route.place], axis=1)[direct]
+    box = np.stack([route.target_row, route.flat_index], axis=1)[direct]
     _, first, of_box = np.unique(box, axis=0, return_index=True, return_inverse=True)
     of_box = of_box.ravel()
     written = direct[first]
@@ -87,21 +87,21 @@ def _prove_sums(route: Route, name: str) -> None:
 
 
 def _prove_relays(route: Route, name: str) -> None:
-    """What is passed on was sent to its sender by a holder, in an earlier stage or earlier in this one."""
-    passed, direct = np.flatnonzero(route.relayed), np.flatnonzero(~route.relayed & ~route.added)
-    if not len(passed):
+    """A relayed piece was sent to its sender by a holder, in an earlier stage or earlier in this one."""
+    relayed, direct = np.flatnonzero(route.relayed), np.flatnonzero(~route.relayed & ~route.added)
+    if not len(relayed):
         return
-    want = _with_device(route.sender[passed], route.lo[passed], route.hi[passed])
+    want = _with_device(route.sender[relayed], route.lo[relayed], route.hi[relayed])
     have = _with_device(route.receiver[direct], route.lo[direct], route.hi[direct])
     i, j = algebra.overlaps(*have, *want)
     if route.stage is not None:
-        early = route.stage[direct[i]] < route.stage[passed[j]]
+        early = route.stage[direct[i]] < route.stage[relayed[j]]
         i, j = i[early], j[early]
     got = segment_sum(
-        j, algebra.volumes(np.maximum(have[0][i], want[0][j]), np.minimum(have[1][i], want[1][j])), len(passed)
+        j, algebra.volumes(np.maximum(have[0][i], want[0][j]), np.minimum(have[1][i], want[1][j])), len(relayed)
     )
-    if (got != route.volumes[passed]).any():
-        raise CheckError(f"{name}: device {int(route.sender[passed[0]])} passes on what was not sent to it")
+    if (got != route.volumes[relayed]).any():
+        raise CheckError(f"{name}: device {int(route.sender[relayed[0]])} passes on what was not sent to it")
 
 
 def _prove_kept(route: Route, name: str) -> None:

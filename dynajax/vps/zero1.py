@@ -31,7 +31,7 @@ BLOCKS = 8
 """Blocks in which tensors of a layer that are alike take turns, so that each rank has its share of all of them."""
 
 
-def flat_layout(
+def zero1_layout(
     space: Space,
     logical_axes: Mapping[str, Sequence[str | None]],
     strategy: Strategy,

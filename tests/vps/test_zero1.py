@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from dynajax.meshes import PARAMETER_RULES, Strategy
 from dynajax.vps import Space, Tensor, strategy_layout
-from dynajax.vps.buffer import pack
-from dynajax.vps.flat import flat_layout
+from dynajax.vps.buffer import cut_buffer
+from dynajax.vps.zero1 import zero1_layout
 
 AXES = {
     "['embed']": ("vocab", "embed"),
@@ -123,7 +123,7 @@ STRATEGIES = [
 @pytest.mark.parametrize("text", STRATEGIES)
 def test_each_device_has_its_slice_of_its_bucket(text):
     strategy, tensors = Strategy.parse(text), space()
-    layout = flat_layout(tensors, AXES, strategy, last=LAST)
+    layout = zero1_layout(tensors, AXES, strategy, last=LAST)
     layout.validate()
     expected = {(d, t.path): np.zeros(0, int) for d in range(strategy.num_devices) for t in tensors}
     for experts in (False, True):
@@ -139,7 +139,7 @@ def test_each_device_has_its_slice_of_its_bucket(text):
         whole = np.arange(int(np.prod(tensor.shape))).reshape(tensor.shape)
         for d in range(strategy.num_devices):
             np.testing.assert_array_equal(
-                pack(whole, tiling.region_of(d)), expected[d, tensor.path], err_msg=tensor.path
+                cut_buffer(whole, tiling.region_of(d)), expected[d, tensor.path], err_msg=tensor.path
             )
 
 
@@ -150,7 +150,7 @@ def test_slices_of_a_bucket_are_equal_to_one_element(pp, tp, dp, layers, random)
     order = list(range(strategy.num_devices))
     random.shuffle(order)
     tensors = space(layers=layers)
-    layout = flat_layout(tensors, AXES, strategy, last=LAST, devices=np.array(order))
+    layout = zero1_layout(tensors, AXES, strategy, last=LAST, devices=np.array(order))
     layout.validate()
     dense = [t for t, x in zip(layout.tilings, tensors, strict=True) if "expert" not in AXES[x.path]]
     elements = np.sum([t.elements(strategy.num_devices) for t in dense], axis=0)[order].reshape(pp, dp, tp)
@@ -160,19 +160,19 @@ def test_slices_of_a_bucket_are_equal_to_one_element(pp, tp, dp, layers, random)
 def test_a_slice_of_whole_layers_is_one_box():
     strategy = Strategy.parse("pp4.tp8")
     tensors = Space((Tensor("q", (80, 8192, 64, 128), "float32", 4),))
-    region = flat_layout(tensors, {"q": AXES["['attention']['q']"]}, strategy).tilings[0].region_of(9)
+    region = zero1_layout(tensors, {"q": AXES["['attention']['q']"]}, strategy).tilings[0].region_of(9)
     assert region.lo.tolist() == [[20, 0, 8, 0]]
     assert region.hi.tolist() == [[40, 8192, 16, 128]]
 
 
 def test_a_flat_layout_of_one_data_rank_holds_what_the_strategy_layout_holds():
     strategy, tensors = Strategy.parse("pp2.tp2"), space()
-    flat = flat_layout(tensors, AXES, strategy, last=LAST)
+    flat = zero1_layout(tensors, AXES, strategy, last=LAST)
     dense = strategy_layout(tensors, AXES, strategy, last=LAST)
     for a, b, tensor in zip(flat.tilings, dense.tilings, tensors, strict=True):
         whole = np.arange(int(np.prod(tensor.shape))).reshape(tensor.shape)
         for d in range(4):
-            one, other = (np.sort(pack(whole, t.region_of(d))) for t in (a, b))
+            one, other = (np.sort(cut_buffer(whole, t.region_of(d))) for t in (a, b))
             np.testing.assert_array_equal(one, other)
 
 
@@ -195,6 +195,6 @@ def test_experts_fold_over_the_devices_of_a_stage():
 
 def test_counts_past_two_to_the_32_are_exact():
     tensors = Space((Tensor("q", (80, 70_000, 64, 1_000), "float32", 4),))
-    layout = flat_layout(tensors, {"q": AXES["['attention']['q']"]}, Strategy.parse("pp2.dp7.tp8"))
+    layout = zero1_layout(tensors, {"q": AXES["['attention']['q']"]}, Strategy.parse("pp2.dp7.tp8"))
     assert int(layout.bytes_by_device().sum()) == 80 * 70_000 * 64 * 1_000 * 4
     layout.validate()
