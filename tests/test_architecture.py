@@ -7,7 +7,6 @@ and a good one that looks much like it.
 import ast
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -380,9 +379,3 @@ def test_exports_and_docstrings_are_told_from_what_looks_like_them():
     assert has_own_docstring(dynajax.Strategy)
     assert not has_own_docstring(Bare)
     assert not has_own_docstring(lambda: None)
-
-
-def test_modules_of_tests_have_unique_names():
-    # pytest imports them by their last name alone: of two with the same, one would silently stand for both.
-    stems = Counter(Path(s.path).stem for s in sources() if s.path.startswith("tests/"))
-    assert not [stem for stem, count in stems.items() if count > 1 and stem != "conftest"]

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from random_layouts import held
+from planner.random_layouts import held
 
 from dynajax.planner import build_plan, verify
 from dynajax.vps import (

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from random_layouts import held as mask
-from random_layouts import layout_pairs, summed_pairs, topologies
+from planner.random_layouts import held as mask
+from planner.random_layouts import layout_pairs, summed_pairs, topologies
 
 from dynajax.errors import BudgetError
 from dynajax.planner import Granularity, build_plan, verify

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from random_layouts import held, layout_pairs, shapes, tilings
+from planner.random_layouts import held, layout_pairs, shapes, tilings
 
 from dynajax.errors import BudgetError, CheckError, LayoutError
 from dynajax.planner import build_plan, verify

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from jax.sharding import PartitionSpec
-from random_layouts import layout_pairs
+from planner.random_layouts import layout_pairs
 
 from dynajax.meshes import Topology
 from dynajax.planner import build_plan

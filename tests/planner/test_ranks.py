@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from random_layouts import layout_pairs
+from planner.random_layouts import layout_pairs
 
 from dynajax.errors import LayoutError, TopologyError
 from dynajax.meshes import Strategy, Tier, Topology

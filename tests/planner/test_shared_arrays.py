@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from random_layouts import array_layout_pairs, held
+from planner.random_layouts import array_layout_pairs, held
 
 from dynajax.errors import BudgetError, LayoutError
 from dynajax.planner import build_plan, renumbered, verify

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from random_layouts import TIERS, held, summed_pairs, topologies
+from planner.random_layouts import TIERS, held, summed_pairs, topologies
 
 from dynajax.errors import BudgetError, CheckError, LayoutError, TopologyError
 from dynajax.meshes import Topology

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from random_layouts import TIERS, held, layout_pairs, topologies
+from planner.random_layouts import TIERS, held, layout_pairs, topologies
 from scipy.optimize import linprog
 
 from dynajax.errors import TopologyError

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from packed_rows import assert_close, tokens_of
+from runtime.packed_rows import assert_close, tokens_of
 
 from dynajax.errors import LayoutError
 from dynajax.meshes import Strategy
