@@ -21,13 +21,6 @@ def view(buffer: NDArray[Any], offset: int, stride: Sequence[int], extent: Seque
     return np.ndarray(tuple(extent), buffer.dtype, buffer, offset * size, tuple(s * size for s in stride))
 
 
-def cut_buffer(tensor: NDArray[Any], region: Region) -> NDArray[Any]:
-    """The flat buffer of a holder of ``region``, cut from the whole tensor."""
-    buffer = np.zeros(region.volume, tensor.dtype)
-    fill_buffer(buffer, tensor, region)
-    return buffer
-
-
 def fill_buffer(buffer: NDArray[Any], tensor: NDArray[Any], region: Region) -> None:
     """Fill the buffer of a holder of ``region`` from the whole tensor; what no box covers stays as it is."""
     for k in range(region.count):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vps.buffers import cut_buffer
 
 from dynajax.meshes import PARAMETER_RULES, Strategy
 from dynajax.vps import Space, Tensor, strategy_layout
-from dynajax.vps.buffer import cut_buffer
 from dynajax.vps.zero1 import zero1_layout
 
 AXES = {

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from planner.random_layouts import layout_pairs
+from planner.random_layouts import array_layout_pairs, layout_pairs
 
 from dynajax.errors import LayoutError, TopologyError
 from dynajax.meshes import Strategy, Tier, Topology
@@ -178,3 +178,13 @@ def test_a_thousand_devices_keep_their_tensor_groups_in_a_node(devices):
     assert sorted(chosen.tolist()) == list(range(devices))
     assert (topology.node[chosen.reshape(-1, 4)] == topology.node[chosen.reshape(-1, 4)][:, :1]).all()
     assert moved(source, target, chosen) < moved(source, target, np.arange(devices))
+
+
+@settings(max_examples=120)
+@given(array_layout_pairs(), st.randoms(use_true_random=False))
+def test_arrays_follow_their_devices_to_other_numbers(pair, random):
+    source, target = pair
+    devices = np.array(random.sample(range(2 * target.num_devices), target.num_devices), np.int64)
+    placed = renumbered(target, devices)
+    assert placed.bytes_by_device(2 * target.num_devices)[devices].tolist() == target.bytes_by_device().tolist()
+    verify(build_plan(source, placed, AMPLE))
