@@ -30,7 +30,7 @@ from figures import Row, row
 
 from dynajax.balance.bound import any_strategy_ms
 from dynajax.balance.compare import Setting, setting
-from dynajax.balance.cost import Ints, PipelineCost, costs_of, short_text
+from dynajax.balance.cost import PipelineCost, costs_of, short_text
 from dynajax.balance.dispatch import dispatch
 from dynajax.balance.estimate import PUBLISHED
 from dynajax.balance.iteration import Planner
@@ -41,6 +41,7 @@ from dynajax.balance.propose import enough_samples, propose
 from dynajax.balance.referee import exact_dispatch, exact_packing, milp_dispatch
 from dynajax.balance.relaxed import lp_staged_ms
 from dynajax.meshes import Strategy
+from dynajax.types import Ints
 
 LONGEST = 32_768
 TOKENS_PER_DEVICE = 3_125  # 200K on 64 devices, 3.2M on 1,024

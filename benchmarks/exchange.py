@@ -41,7 +41,7 @@ from dynajax.bytesize import format_bytes
 from dynajax.engine import programs
 from dynajax.engine.waves import NOWHERE, Grains, Wave, longest_of, waves_of
 from dynajax.engine.xla import buckets_within
-from dynajax.vps.tiling import sums
+from dynajax.vps.tiling import segment_sum
 
 DEVICES = 8
 BUDGET = 16 << 20
@@ -113,7 +113,7 @@ def _waves(case: Case, buckets: programs.Buckets) -> list[Wave]:
     sender, receiver, words = (np.asarray(column) for column in zip(*case.messages, strict=True))
     sender, receiver = np.repeat(sender, words >> 10), np.repeat(receiver, words >> 10)
     grains = Grains(sender, receiver, _word(sender, receiver).astype(np.int64), np.arange(len(sender)))
-    sent = sums(sender * DEVICES + receiver, np.ones_like(sender), DEVICES**2).reshape(DEVICES, DEVICES)
+    sent = segment_sum(sender * DEVICES + receiver, np.ones_like(sender), DEVICES**2).reshape(DEVICES, DEVICES)
     return list(waves_of(grains, longest_of(sent), np.arange(DEVICES), buckets.count, buckets.words >> 10))
 
 

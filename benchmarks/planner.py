@@ -1,8 +1,8 @@
-"""How long plans take: whole states on thousands of devices, cold, and small states again and again.
+"""How long plans take: whole states on thousands of devices, and of small states.
 
     python benchmarks/planner.py [--repeats 5] [--json]
 
-A case is timed from the shapes of a model's tensors to the finished plan: both layouts, the roles, the diff, the
+A case is timed from the shapes of a model's tensors to the finished plan: both layouts, the ranks, the diff, the
 sources, the stages, the rounds and the price. Nothing is kept between repeats. Ratios are to the limit of the case,
 which is the baseline here; below 1 is within it. Memory is the largest resident size of the process so far, which has
 to stay under 2 GB. The exit status is 1 if a median is over its limit.
@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.meshes import Strategy, Topology
-from dynajax.planner import Memory, Plan, Plans, assign_roles, build_plan, close_roles, price_plan, renumbered
+from dynajax.planner import Granularity, Plan, assign_ranks, build_plan, coupled_ranks, price_plan, renumbered
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
 P = PartitionSpec
@@ -63,7 +63,7 @@ class Row:
     case: str
     limit_s: float
     seconds: list[float]
-    roles_s: float
+    ranks_s: float
     plan: Plan
 
     @property
@@ -78,20 +78,20 @@ def cluster_row(case: Cluster, repeats: int) -> Row:
     source, target = Strategy.parse(case.source), Strategy.parse(case.target)
     devices = max(source.num_devices, target.num_devices)
     seconds: list[float] = []
-    plan, roles_s = None, 0.0
+    plan, ranks_s = None, 0.0
     for _ in range(repeats):
         topology = Topology.load("h100", devices)
         start = time.perf_counter()
         before, after = state.layout(source), state.layout(target)
-        begin_roles = time.perf_counter()
-        unit = close_roles(target, topology)
-        after = renumbered(after, assign_roles(before, after, topology, np.arange(devices), unit))
-        roles_s = time.perf_counter() - begin_roles
-        plan = build_plan(before, after, BUDGET, topology=topology, memory=Memory.PACKED)
+        begin_ranks = time.perf_counter()
+        unit = coupled_ranks(target, topology)
+        after = renumbered(after, assign_ranks(before, after, topology, np.arange(devices), unit))
+        ranks_s = time.perf_counter() - begin_ranks
+        plan = build_plan(before, after, BUDGET, topology=topology, granularity=Granularity.PACKED)
         price_plan(plan)
         seconds.append(time.perf_counter() - start)
     assert plan is not None
-    return Row(f"{case.model} {case.source} to {case.target}, {devices} devices", case.limit_s, seconds, roles_s, plan)
+    return Row(f"{case.model} {case.source} to {case.target}, {devices} devices", case.limit_s, seconds, ranks_s, plan)
 
 
 def small_state(leaves: int) -> Callable[[], tuple[Layout, Layout]]:
@@ -127,21 +127,6 @@ def small_row(leaves: int, limit_s: float, repeats: int) -> Row:
     return Row(f"{leaves} leaves, 8 devices", limit_s, seconds, 0.0, plan)
 
 
-def again_row(leaves: int, first: Row, repeats: int) -> Row:
-    """Time a pair of layouts that was planned before, made anew: the limit is a fifth of the first time."""
-    layouts, plans = small_state(leaves), Plans()
-    plans.build(*layouts(), AMPLE)
-    seconds: list[float] = []
-    plan = None
-    for _ in range(repeats):
-        source, target = layouts()
-        start = time.perf_counter()
-        plan = plans.build(source, target, AMPLE)
-        seconds.append(time.perf_counter() - start)
-    assert plan is not None
-    return Row(f"{leaves} leaves, 8 devices, seen before", first.median / 5, seconds, 0.0, plan)
-
-
 def main() -> int:
     """Time all cases and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,8 +134,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = [cluster_row(case, options.repeats) for case in CLUSTERS]
-    small = [small_row(100, 0.01, options.repeats), small_row(5000, 0.5, options.repeats)]
-    rows += [*small, *(again_row(n, r, options.repeats) for n, r in zip((100, 5000), small, strict=True))]
+    rows += [small_row(100, 0.01, options.repeats), small_row(5000, 0.5, options.repeats)]
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if options.json:
         print(json.dumps(_record(rows, resident)))
@@ -170,7 +154,7 @@ def _record(rows: list[Row], resident: int) -> dict[str, Any]:
                 "seconds_median": r.median,
                 "peak_extra_bytes": r.plan.peak_extra_bytes,
                 "limit_s": r.limit_s,
-                "roles_s": r.roles_s,
+                "ranks_s": r.ranks_s,
             }
             for r in rows
         ],
@@ -181,12 +165,12 @@ _STATISTICS: dict[str, Callable[[list[float]], float]] = {"min": min, "median": 
 
 
 def _show(rows: list[Row], resident: int) -> None:
-    print(f"{'case':74} {'limit s':>8} {'min':>8} {'median':>8} {'max':>8} {'roles':>7} {'pieces':>8} {'stages':>6}")
+    print(f"{'case':74} {'limit s':>8} {'min':>8} {'median':>8} {'max':>8} {'ranks':>7} {'pieces':>8} {'stages':>6}")
     for r in rows:
         pieces = sum(len(route.lo) for route, _ in r.plan.routes)
         times = " ".join(f"{f(r.seconds):8.4f}" for f in _STATISTICS.values())
         mark = "" if r.median <= r.limit_s else "  over"
-        print(f"{r.case:74} {r.limit_s:8.4f} {times} {r.roles_s:7.3f} {pieces:8} {len(r.plan.stages):6}{mark}")
+        print(f"{r.case:74} {r.limit_s:8.4f} {times} {r.ranks_s:7.3f} {pieces:8} {len(r.plan.stages):6}{mark}")
     print(f"largest resident size {resident / 1e9:.2f} GB")
 
 

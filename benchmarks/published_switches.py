@@ -18,7 +18,7 @@ import platform
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -27,9 +27,21 @@ import numpy as np
 
 from dynajax.bytesize import parse_bytes
 from dynajax.cli.plan_state import JobState, StateParts
-from dynajax.meshes import Strategy, Topology
-from dynajax.planner import Memory, Plan, Price, assign_roles, build_plan, close_roles, price_plan, renumbered
-from dynajax.vps import Layout, Stage, staged_layout
+from dynajax.meshes import PARAMETER_RULES, Strategy, Topology
+from dynajax.planner import (
+    Granularity,
+    Plan,
+    Price,
+    assign_ranks,
+    build_plan,
+    coupled_ranks,
+    price_plan,
+    renumbered,
+    verify,
+)
+from dynajax.types import Ints
+from dynajax.vps import Layout, Tensor, Tiling
+from dynajax.vps.spec import cut_boxes
 
 HOT = StateParts(master="none", moments="none", weights=True, gradients=True)
 TOLERANCE = {"fixed": 0.03, "assigned": 0.01}
@@ -95,22 +107,43 @@ def run(case: Case, roles: str, budget: int, together: str = "groups") -> Outcom
     topology = Topology.load(case.topology, -(-devices // node) * node)
     if roles == "assigned" and not case.uneven:
         strategy = Strategy.parse(case.target)
-        unit = strategy.size("tp") if together == "tp" else close_roles(strategy, topology)
-        after = renumbered(after, assign_roles(before, after, topology, np.arange(devices), unit))
-    plan = build_plan(before, after, budget, topology=topology, memory=Memory.PACKED)
+        unit = strategy.size("tp") if together == "tp" else coupled_ranks(strategy, topology)
+        after = renumbered(after, assign_ranks(before, after, topology, np.arange(devices), unit))
+    plan = build_plan(before, after, budget, topology=topology, granularity=Granularity.PACKED)
     cost = price_plan(plan)
     plan_s = time.perf_counter() - began
-    plan.verify()
+    verify(plan)
     more = 0.0 if together == "tp" else TOLERANCE[roles]
     return Outcome(case, plan, cost, plan_s, tuple(_faults(case, plan, cost, roles, more)))
 
 
-def _uneven(state: JobState, pipelines: Any) -> Layout:
-    """Weights and gradients on pipelines whose stages are listed one by one."""
-    stages = [[Stage(tuple(s["devices"]), tuple(s["layers"])) for s in pipeline] for pipeline in pipelines]
-    axes = {t.path: state.axes["[" + t.path.partition("[")[2]] for t in state.space}
-    last = frozenset(t.path for t in state.space if "[" + t.path.partition("[")[2] in state.last)
-    return staged_layout(state.space, axes, stages, last=last)
+def _uneven(state: JobState, pipelines: Sequence[Sequence[Mapping[str, Sequence[int]]]]) -> Layout:
+    """Weights and gradients on pipelines whose stages are listed one by one; every pipeline holds a whole copy."""
+    tilings: list[Tiling] = []
+    for tensor in state.space:
+        path = "[" + tensor.path.partition("[")[2]
+        axes = state.axes[path]
+        held = [_stage_boxes(stage, tensor, axes) for p in pipelines for stage in _holders(p, path, axes, state)]
+        devices, lo, hi = (np.concatenate([part[k] for part in held]) for k in range(3))
+        tilings.append(Tiling.of_boxes(tensor.shape, devices, lo, hi))
+    return Layout(state.space, tuple(tilings))
+
+
+def _holders(pipeline: Sequence[Any], path: str, axes: Sequence[str | None], state: JobState) -> Sequence[Any]:
+    """The stages of a pipeline that hold a tensor: all if it has layers, else the first or the last."""
+    if "layers" in axes:
+        return pipeline
+    return pipeline[-1:] if path in state.last else pipeline[:1]
+
+
+def _stage_boxes(
+    stage: Mapping[str, Sequence[int]], tensor: Tensor, axes: Sequence[str | None]
+) -> tuple[Ints, Ints, Ints]:
+    """Devices of a stage, and lower and upper corners of their tensor-parallel boxes, shape (devices, rank)."""
+    lo, hi = cut_boxes({"tp": len(stage["devices"])}, tensor.shape, axes, PARAMETER_RULES)
+    if "layers" in axes:
+        lo[:, axes.index("layers")], hi[:, axes.index("layers")] = stage["layers"]
+    return np.asarray(stage["devices"], np.int64), lo, hi
 
 
 def _faults(case: Case, plan: Plan, cost: Price, roles: str, more: float) -> Iterator[str]:

@@ -37,11 +37,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynajax.errors import TopologyError
-
-Ints = NDArray[np.int64]
+from dynajax.types import Ints
 
 _KEYS = {"name", "source", "nodes", "device_kinds", "tiers"}
 _TIER_KEYS = {"name", "devices", "gigabytes_per_second", "latency_us"}
@@ -90,11 +88,6 @@ class Topology:
     def num_nodes(self) -> int:
         """Nodes with at least one device."""
         return len(np.unique(self.node))
-
-    @property
-    def key(self) -> bytes:
-        """Equal for topologies that say the same."""
-        return repr(self.tiers).encode() + self.domains.tobytes()
 
     def require_devices(self, count: int) -> None:
         """Refuse to speak of devices that the topology does not know.

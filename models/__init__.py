@@ -12,6 +12,7 @@ from dynajax.models.execution import Attention as Attention
 from dynajax.models.execution import Constrain as Constrain
 from dynajax.models.execution import Execution as Execution
 from dynajax.models.execution import unconstrained as unconstrained
+from dynajax.models.experts import Arithmetic as Arithmetic
 from dynajax.models.experts import Choices as Choices
 from dynajax.models.experts import ExpertKernels as ExpertKernels
 from dynajax.models.experts import Experts as Experts

@@ -15,14 +15,33 @@ Letters in the products: b batch, s seq, e embed, x expert, m mlp, c place in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from dynajax.models.execution import Execution
+
+class Arithmetic(Protocol):
+    """What experts need of an ``Execution``, which is given a way to run them and so cannot be named here."""
+
+    @property
+    def dtype(self) -> Any:
+        """Of activations and of the operands of products."""
+        ...
+
+    @property
+    def constrain(self) -> Callable[[jax.Array, Sequence[str | None]], jax.Array]:
+        """See ``Constrain``."""
+        ...
+
+    def einsum(self, equation: str, x: jax.Array, kernel: jax.Array, out_dtype: Any = None) -> jax.Array:
+        """See ``Execution.einsum``."""
+        ...
+
+    def ragged_dot(self, x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+        """See ``Execution.ragged_dot``."""
+        ...
 
 
 class Choices(NamedTuple):
@@ -56,11 +75,11 @@ class ExpertKernels(NamedTuple):
     gate: jax.Array | None
 
 
-Experts = Callable[[jax.Array, Choices, ExpertKernels, "Execution"], jax.Array]
+Experts = Callable[[jax.Array, Choices, ExpertKernels, Arithmetic], jax.Array]
 """``experts(x, choices, kernels, run) -> out`` with x and out (batch, seq, embed)."""
 
 
-def dense_experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: Execution) -> jax.Array:
+def dense_experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: Arithmetic) -> jax.Array:
     """Every expert on every token, then the weighted sum: experts / top_k times the work."""
     chosen = choices.experts[..., None] == jnp.arange(kernels.up.shape[0])
     weights = jnp.sum(jnp.where(chosen, choices.gates[..., None], 0.0), axis=2)
@@ -70,7 +89,7 @@ def dense_experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: E
     return run.einsum("bsxm,xme->bse", inner, kernels.down)
 
 
-def sorted_experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: Execution) -> jax.Array:
+def sorted_experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: Arithmetic) -> jax.Array:
     """Sort the choices by expert and multiply each group with its expert's kernels."""
     batch, seq, embed = x.shape
     count, top_k = kernels.up.shape[0], choices.experts.shape[-1]
@@ -92,7 +111,7 @@ def sorted_experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: 
     return jnp.sum(out * choices.gates[..., None].astype(run.dtype), axis=2)
 
 
-def buffered_experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: Execution) -> jax.Array:
+def buffered_experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: Arithmetic) -> jax.Array:
     """Gather each row's choices in buffers of ``capacity`` places for each expert."""
     buffers = ("expert", "expert_batch", None, "embed")
     expert = choices.experts[..., None] == jnp.arange(kernels.up.shape[0])

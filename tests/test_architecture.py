@@ -7,8 +7,7 @@ and a good one that looks much like it.
 import ast
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,7 @@ CODE = [*PACKAGES, "tests", "benchmarks", "examples"]
 TEXT = [*CODE, "docs", ".ci"]
 
 LAYERS = (
-    ("errors",),
+    ("errors", "types"),
     ("bytesize",),
     ("meshes", "models"),
     ("vps", "data"),
@@ -213,6 +212,36 @@ def unwanted_text(source: Source) -> Iterator[str]:
             yield f"{source.path}:{number}: {match[0]}"
 
 
+def import_circles(files: Sequence[Source]) -> Iterator[str]:
+    """Modules of dynajax that import one another, directly or through others; imports inside functions count."""
+    modules = {source.module for source in files if source.module}
+    graph = {source.module: _imported(source, modules) for source in files if source.module}
+    seen: set[str] = set()
+    for start in sorted(graph):
+        if start not in seen and (circle := _circle(graph, start)):
+            seen |= set(circle)
+            yield " imports ".join(circle)
+
+
+def _imported(source: Source, modules: Set[str]) -> set[str]:
+    """The modules that a file imports, or imports something from."""
+    owners = (name if name in modules else name.rpartition(".")[0] for _, name in source.imports)
+    return {name for name in owners if name in modules}
+
+
+def _circle(graph: Mapping[str, Set[str]], start: str) -> list[str]:
+    """A shortest way from a module back to itself; nothing if there is none."""
+    ways = [[start]]
+    reached: set[str] = set()
+    for way in ways:  # grows while it is gone through
+        for module in sorted(graph[way[-1]] - reached):
+            if module == start:
+                return [*way, start]
+            reached.add(module)
+            ways.append([*way, module])
+    return []
+
+
 CODE_RULES = [
     upward_imports,
     impure_imports,
@@ -228,6 +257,10 @@ CODE_RULES = [
 def test_the_code_keeps_the_rule(rule: Callable[[Source], Iterator[str]]):
     broken = [line for source in sources() for line in rule(source)]
     assert not broken, "\n".join(broken)
+
+
+def test_no_modules_import_one_another_in_a_circle():
+    assert not list(import_circles(sources()))
 
 
 def test_no_text_has_unfinished_notes_or_paths_of_a_machine():
@@ -285,6 +318,35 @@ def test_the_rule_tells_bad_from_good(rule: Callable[[Source], Iterator[str]], b
     assert not list(rule(good))
 
 
+def modules(**texts: str) -> list[Source]:
+    """Modules a, b, … of dynajax.vps, and the package itself, which passes on a name of a."""
+    package = Source("dynajax/vps/__init__.py", "from dynajax.vps.a import A as A", "dynajax.vps")
+    return [package, *(code(text, f"dynajax.vps.{name}") for name, text in texts.items())]
+
+
+@pytest.mark.parametrize(
+    ("bad", "good"),
+    [
+        (  # of two
+            modules(a="from dynajax.vps.b import B", b="from dynajax.vps.a import A"),
+            modules(a="from dynajax.vps.b import B", b=""),
+        ),
+        (  # of three, one of them hidden in a function
+            modules(a="from dynajax.vps import b", b="import dynajax.vps.c", c="def f():\n    from . import a"),
+            modules(a="from dynajax.vps import b, c", b="import dynajax.vps.c", c="def f():\n    import numpy"),
+        ),
+        (  # through the package that passes the module's own name on
+            modules(a="from dynajax.vps.b import B", b="from dynajax.vps import A"),
+            modules(a="from dynajax.vps.b import B", b="", c="from dynajax.vps import A"),
+        ),
+        (modules(a="from dynajax.vps.a import A"), modules(a="from dynajax.errors import a")),  # of itself
+    ],
+)
+def test_a_circle_of_imports_is_told_from_a_chain(bad: list[Source], good: list[Source]):
+    assert list(import_circles(bad))
+    assert not list(import_circles(good))
+
+
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
@@ -317,9 +379,3 @@ def test_exports_and_docstrings_are_told_from_what_looks_like_them():
     assert has_own_docstring(dynajax.Strategy)
     assert not has_own_docstring(Bare)
     assert not has_own_docstring(lambda: None)
-
-
-def test_modules_of_tests_have_unique_names():
-    # pytest imports them by their last name alone: of two with the same, one would silently stand for both.
-    stems = Counter(Path(s.path).stem for s in sources() if s.path.startswith("tests/"))
-    assert not [stem for stem, count in stems.items() if count > 1 and stem != "conftest"]

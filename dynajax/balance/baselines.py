@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynajax.balance.cost import Ints, PipelineCost, replicated
+from dynajax.balance.cost import PipelineCost, replicated
 from dynajax.balance.simulate import simulated_ms
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
+from dynajax.types import Ints
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynajax.balance.cost import Floats, Ints, PipelineCost
+from dynajax.balance.cost import PipelineCost
 from dynajax.balance.estimate import PLANNED
+from dynajax.types import Floats, Ints
 
 _DUAL_STEPS = 24
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from dynajax.balance.baselines import Homogeneous
 from dynajax.balance.bound import any_strategy_ms
-from dynajax.balance.cost import Ints, PipelineCost, Profile, replicated
+from dynajax.balance.cost import PipelineCost, Profile, replicated
 from dynajax.balance.iteration import Planner
+from dynajax.types import Ints
 
 
 @dataclass(frozen=True)

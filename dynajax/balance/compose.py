@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from math import gcd, lcm
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dynajax.balance.cost import Floats, Ints, PipelineCost
+from dynajax.balance.cost import PipelineCost
 from dynajax.balance.estimate import PLANNED
 from dynajax.errors import BalanceError
+from dynajax.types import Bools, Floats, Ints
 
 _EVERY = 8  # more copies than these are tried in steps of about a tenth
 _UNITS = 128  # on more devices than these, copies come in twos, fours, …
@@ -182,7 +182,7 @@ def _numbers(most: int) -> Ints:
     return np.array(grown, np.int64)
 
 
-def _fillable(kinds: Sequence[PipelineCost], devices: int) -> NDArray[np.bool_]:
+def _fillable(kinds: Sequence[PipelineCost], devices: int) -> Bools:
     """Which numbers of devices, 0 to ``devices``, pipelines of ``kinds`` can fill."""
     able = np.zeros(devices + 1, bool)
     able[0] = True

@@ -17,13 +17,11 @@ from functools import cached_property
 from itertools import groupby
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from dynajax.errors import BalanceError
 from dynajax.meshes import AXES, Pipeline, Strategy
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from dynajax.types import Floats
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dynajax.balance.cost import Floats, Ints, PipelineCost
+from dynajax.balance.cost import PipelineCost
 from dynajax.balance.estimate import PLANNED, Estimate
 from dynajax.balance.exchange import NEVER, Assignment, Problem
 from dynajax.balance.shapes import Shapes
 from dynajax.balance.starts import Sharing, starts
 from dynajax.errors import BalanceError
+from dynajax.types import Floats, Ints
 
 STEPS_PER_PIPELINE = 12
 """Exchanges allowed for each pipeline: the search nearly always ends before, because nothing helps."""

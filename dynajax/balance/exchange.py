@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynajax.balance.cost import Floats, Ints
+from dynajax.types import Floats, Ints
 
 NEVER = 1e15
 """Time in ms of an item on a bin that cannot take it: finite, so that sums and quotients stay numbers."""

@@ -20,12 +20,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dynajax.balance import bound
-from dynajax.balance.cost import Floats, Ints, PipelineCost, costs_of, short_text
+from dynajax.balance.cost import PipelineCost, costs_of, short_text
 from dynajax.balance.dispatch import assign
 from dynajax.balance.exchange import Assignment, move
 from dynajax.balance.fill import FillOptions, PipelineFill, fill, fill_ms, fill_up
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
+from dynajax.types import Floats, Ints
 
 _ROUNDS = 40
 _TRIES = 8  # exchanges that are packed and simulated in a round

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dynajax.balance.cost import Ints
 from dynajax.balance.profiles import DATA
 from dynajax.data.packing import Overlong, cut
 from dynajax.errors import BalanceError
+from dynajax.types import Ints
 
 SHIPPED = ("wikipedia", "stdlib")
 

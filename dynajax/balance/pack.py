@@ -15,9 +15,9 @@ from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
-from dynajax.balance.cost import Floats, Ints
 from dynajax.balance.exchange import NEVER, Assignment, Problem
 from dynajax.errors import BalanceError
+from dynajax.types import Floats, Ints
 
 Packs = list[list[int]]
 """Micro-batches, each a list of positions in the lengths that were given."""

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynajax.balance.compose import Mix, compose, group, prefixes
-from dynajax.balance.cost import Floats, Ints, PipelineCost
+from dynajax.balance.cost import PipelineCost
 from dynajax.balance.iteration import Planner, PlanOptions
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
+from dynajax.types import Bools, Floats, Ints
 
 _GROUPS = 24
 _TOKENS = 10_000_000  # of data that mixes are made for, in 4 to 32 batches
@@ -131,7 +131,7 @@ def _mixes(samples: Sequence[_Sample], kinds: Sequence[PipelineCost], devices: i
     return list({mix.copies: mix for mix in found}.values())
 
 
-def _choose(ends: Floats, work: Floats, weights: Floats, roomy: NDArray[np.bool_], most: int) -> list[int]:
+def _choose(ends: Floats, work: Floats, weights: Floats, roomy: Bools, most: int) -> list[int]:
     """Columns of ``ends`` (samples, mixes), one after the other those that lower the mean of the row minima most.
 
     Of equally good ones it is that with the least ``work``: it has slack for batches unlike the samples.

@@ -15,8 +15,9 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from dynajax.balance.cost import Floats, Ints, PipelineCost
+from dynajax.balance.cost import PipelineCost
 from dynajax.balance.estimate import Estimate
+from dynajax.types import Floats, Ints
 
 _FEW = 64  # with more pipelines than these, which of them has a bubble matters little
 

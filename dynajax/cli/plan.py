@@ -16,8 +16,19 @@ from rich.table import Table
 from dynajax.bytesize import format_bytes, parse_bytes
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.meshes import Strategy, Topology
-from dynajax.planner import Memory, Plan, Price, assign_roles, build_plan, close_roles, price_plan, renumbered, worth_it
-from dynajax.planner.primitives import operations
+from dynajax.planner import (
+    Granularity,
+    Plan,
+    Price,
+    assign_ranks,
+    build_plan,
+    coupled_ranks,
+    price_plan,
+    renumbered,
+    verify,
+    worth_it,
+)
+from dynajax.planner.cost.primitives import operations
 
 _WIDTH_WITHOUT_TERMINAL = 110
 
@@ -41,12 +52,13 @@ class PlanOptions:
     budget: str = "2GB"
     """Bytes a device may hold above the larger of its source and target."""
     roles: Literal["assigned", "fixed"] = "assigned"
-    """Whether devices may change roles so that less moves; fixed: device k plays role k."""
+    """Whether devices may take other ranks of the target so that less moves; fixed: device k plays rank k."""
     together: Literal["groups", "tp"] = "groups"
-    """What assigned roles keep on one node: groups that talk in every layer (of tensors, context, experts), or those of
+    """What assigned ranks keep on one node: groups that talk in every layer (of tensors, context, experts), or those of
     tensors alone: less moves, but experts of one group may then lie on two nodes."""
     memory: Literal["packed", "shards"] = "packed"
-    """packed: memory is freed piece by piece; shards: a shard is freed whole, as jax arrays are."""
+    """What is freed at once. packed: a piece, an analysis of what a framework with an allocator of its own could do;
+    shards: a whole shard, which is how dynajax moves arrays of jax."""
     master: Literal["flat", "none"] = "flat"
     """The float32 master weights: flat over the data ranks, or none."""
     moments: Literal["flat", "replicated", "none"] = "flat"
@@ -75,7 +87,7 @@ class Switch:
         target: strategy.
         plan: how to get there.
         price: what it costs.
-        plan_s: seconds that layouts, roles, plan and price took.
+        plan_s: seconds that layouts, rank mapping, plan and price took.
     """
 
     target: Strategy
@@ -94,7 +106,7 @@ def run(options: PlanOptions) -> int:
     switches = sorted(plan_switches(state, options), key=lambda s: s.price.seconds)
     best = switches[0]
     if options.verify:
-        best.plan.verify()
+        verify(best.plan)
     if options.html:
         from dynajax.cli.plan_page import write_page
 
@@ -116,23 +128,23 @@ def plan_switches(state: JobState, options: PlanOptions) -> list[Switch]:
     targets = [Strategy.parse(part) for part in options.target.split(",")]
     most = max(s.num_devices for s in (source, *targets))
     topology = _topology(options.topology, most)
-    budget, memory = parse_bytes(options.budget), Memory(options.memory)
+    budget, granularity = parse_bytes(options.budget), Granularity(options.memory)
     switches: list[Switch] = []
     for target in targets:
         start = time.perf_counter()
         before, after = state.layout(source), state.layout(target)
         if options.roles == "assigned":
             pool = np.arange(max(source.num_devices, target.num_devices))
-            unit = target.size("tp") if options.together == "tp" else close_roles(target, topology)
-            after = renumbered(after, assign_roles(before, after, topology, pool, unit))
-        plan = build_plan(before, after, budget, topology=topology, memory=memory)
+            unit = target.size("tp") if options.together == "tp" else coupled_ranks(target, topology)
+            after = renumbered(after, assign_ranks(before, after, topology, pool, unit))
+        plan = build_plan(before, after, budget, topology=topology, granularity=granularity)
         cost = price_plan(plan)
         switches.append(Switch(target, plan, cost, time.perf_counter() - start))
     return switches
 
 
 def _topology(cluster: str, devices: int) -> Topology:
-    """The cluster with just the nodes that the job needs; whole nodes, so that roles can move inside them."""
+    """The cluster with just the nodes that the job needs; whole nodes, so that ranks can move inside them."""
     known = Topology.load(cluster, devices)
     whole = int((known.node == known.node[0]).sum())
     return Topology.load(cluster, -(-devices // whole) * whole) if devices > whole else known
@@ -158,7 +170,7 @@ def record(options: PlanOptions, state: JobState, switches: list[Switch]) -> dic
         "budget_bytes": plan.budget,
         "stages": len(plan.stages),
         "rounds": cost.rounds,
-        "schedule": cost.schedule.value,
+        "schedule": cost.pairing.value,
         "predicted_s": cost.seconds,
         "lockstep_s": cost.lockstep_s,
         "floor_s": cost.floor_s,

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynajax.bytesize import format_bytes
 from dynajax.errors import DynajaxError
 from dynajax.planner import Plan, Price
-from dynajax.planner.timeline import live_bytes
-from dynajax.vps.region import Ints
-from dynajax.vps.tiling import Tiling, sums
+from dynajax.planner.stages.live_ranges import live_bytes
+from dynajax.types import Floats, Ints
+from dynajax.vps.tiling import Tiling, segment_sum
 
 _MOST_ROWS = 256
 """Devices that a chart shows one by one; beyond, it shows nodes."""
@@ -139,7 +138,7 @@ def _traffic(go: Any, plan: Plan) -> tuple[str, str, Any]:
     place, what = _places(plan)
     size = int(place.max(initial=0)) + 1
     t = plan.traffic
-    sent = sums(place[t.sender] * size + place[t.receiver], t.nbytes, size * size).reshape(size, size)
+    sent = segment_sum(place[t.sender] * size + place[t.receiver], t.nbytes, size * size).reshape(size, size)
     said = np.array([[format_bytes(n) if n else "" for n in row] for row in sent.tolist()])
     powers = np.log2(np.where(sent > 0, sent, np.nan))
     ticks = {"tickvals": [10, 20, 30, 40], "ticktext": ["1 KB", "1 MB", "1 GB", "1 TB"]}
@@ -203,7 +202,7 @@ def _held(go: Any, plan: Plan, when: str) -> tuple[str, str, Any]:
     return f"Who holds what {when}", f"Share of the bytes of each layer, and of what has no layers, by {what}.", figure
 
 
-def layer_shares(plan: Plan, when: str, place: Ints) -> tuple[NDArray[np.float64], list[str]]:
+def layer_shares(plan: Plan, when: str, place: Ints) -> tuple[Floats, list[str]]:
     """Share of the bytes of every layer that each place holds, and the names of the columns.
 
     Args:
@@ -214,7 +213,7 @@ def layer_shares(plan: Plan, when: str, place: Ints) -> tuple[NDArray[np.float64
     layers = max((m.tensor.shape[0] for m in plan.moves if _has_layers(m.tensor.path)), default=0)
     held = np.zeros((int(place.max(initial=0)) + 1, layers + 1))
     total = np.zeros(layers + 1)
-    seen: dict[tuple[int, bool], NDArray[np.float64]] = {}
+    seen: dict[tuple[int, bool], Floats] = {}
     for move in plan.moves:
         tiling = move.source if when == "before" else move.target
         stacked = _has_layers(move.tensor.path)
@@ -231,7 +230,7 @@ def _has_layers(path: str) -> bool:
     return "['blocks']" in path
 
 
-def _by_layer(tiling: Tiling, place: Ints, layers: int) -> NDArray[np.float64]:
+def _by_layer(tiling: Tiling, place: Ints, layers: int) -> Floats:
     """Elements of each layer by place; a box adds its share to each of its layers."""
     region, rows = tiling.region, place[tiling.holder]
     change = np.zeros((int(place.max(initial=0)) + 1, layers + 1))
@@ -244,7 +243,7 @@ def _by_layer(tiling: Tiling, place: Ints, layers: int) -> NDArray[np.float64]:
     return held
 
 
-def _by_place(tiling: Tiling, place: Ints, shape: tuple[int, ...]) -> NDArray[np.float64]:
+def _by_place(tiling: Tiling, place: Ints, shape: tuple[int, ...]) -> Floats:
     held = np.zeros(shape)
     np.add.at(held[:, -1], place[tiling.holder], tiling.region.volumes)
     return held

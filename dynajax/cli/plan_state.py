@@ -12,7 +12,7 @@ from dynajax.errors import DynajaxError, StrategyError
 from dynajax.meshes import Strategy
 from dynajax.models.functional import ParameterSpec, parameter_specs
 from dynajax.models.presets import preset
-from dynajax.vps import Layout, Space, Tensor, Tiling, flat_layout, strategy_layout
+from dynajax.vps import Layout, Space, Tensor, Tiling, strategy_layout, zero1_layout
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class JobState:
         kinds = {part: self._kind(part) for part, _, _ in _stored(self.parts)}
         of_path: dict[str, dict[str, Tiling]] = {}
         for kind in sorted(set(kinds.values())):
-            place = flat_layout if kind == "flat" else partial(strategy_layout, tied=self.tied)
+            place = zero1_layout if kind == "flat" else partial(strategy_layout, tied=self.tied)
             layout = place(self.parameters, self.axes, strategy, last=self.last)
             of_path[kind] = dict(zip((t.path for t in self.parameters), layout.tilings, strict=True))
         tilings: list[Tiling] = []

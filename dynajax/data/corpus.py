@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynajax.errors import DataError
+from dynajax.types import Ints
 
 VOCAB_SIZE = 256
 """Tokens are bytes: ids 0 to 255, no specials."""
@@ -42,7 +43,7 @@ class Documents(Protocol):
     """
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> Ints:
         """Bytes of each document, in order."""
         ...
 
@@ -91,7 +92,7 @@ class FileDocuments:
 
     root: Path
     paths: tuple[str, ...]
-    lengths: NDArray[np.int64] = field(repr=False)
+    lengths: Ints = field(repr=False)
     left_out: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -145,7 +146,7 @@ class MemoryDocuments:
     """Documents that the caller holds in memory; they are looked at, not copied."""
 
     texts: tuple[bytes, ...] = field(repr=False)
-    lengths: NDArray[np.int64] = field(init=False, repr=False)
+    lengths: Ints = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", np.array([len(text) for text in self.texts], np.int64))

@@ -20,9 +20,10 @@ import numpy as np
 from dynajax.data.batch import Segment
 from dynajax.data.batches import read_piece
 from dynajax.data.corpus import Documents
-from dynajax.data.packing import Bins, Ints, Overlong, Pieces, cut, group, shuffled
+from dynajax.data.packing import Bins, Overlong, Pieces, cut, group, shuffled
 from dynajax.data.stream import Stream, endless_order, item, stream_digest
 from dynajax.errors import DataError
+from dynajax.types import Ints
 
 
 @dataclass(frozen=True, eq=False)

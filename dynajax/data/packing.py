@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from dynajax.errors import DataError
+from dynajax.types import Ints
 
-Ints = NDArray[np.int64]
 WINDOW = 4096
 """Pieces that are packed together: bounds the work, and lets the seed decide which pieces meet."""
 

@@ -20,8 +20,9 @@ import grain
 import numpy as np
 
 from dynajax.data.corpus import Documents
-from dynajax.data.packing import Bins, Ints
+from dynajax.data.packing import Bins
 from dynajax.errors import DataError
+from dynajax.types import Ints
 
 T = TypeVar("T")
 _PROBED_SAMPLES = 64

@@ -24,10 +24,10 @@ from dynajax.engine.stored import Bundle, Endpoint, Stored
 from dynajax.errors import LayoutError, TargetError, TopologyError
 from dynajax.meshes import Topology
 from dynajax.planner import Plan
+from dynajax.types import Ints
 from dynajax.vps import Arrays, Layout, Space, Tensor, Tiling, named_tiling, stored_tiling
 from dynajax.vps.parts import joined, parts_tiling
-from dynajax.vps.region import Ints
-from dynajax.vps.tiling import sums
+from dynajax.vps.tiling import segment_sum
 
 Memory = tuple[jax.Device, str | None]
 """A device and the kind of its memory."""
@@ -86,7 +86,7 @@ class Memories:
             process = np.asarray([device.process_index for device, _ in self.listed])
             apart = process[traffic.sender] != process[traffic.receiver]
             tier = self.differ(traffic.sender, traffic.receiver).astype(np.int64) + apart
-        return dict(zip(names, sums(tier, traffic.nbytes, len(names)).tolist(), strict=True))
+        return dict(zip(names, segment_sum(tier, traffic.nbytes, len(names)).tolist(), strict=True))
 
     def links(self, topology: Topology) -> Topology:
         """The links between the memories, given those between devices by their ids.

@@ -13,7 +13,7 @@ from jax.sharding import Sharding
 
 from dynajax.engine import _jax_private as private
 from dynajax.vps import Block, Part, Pieces
-from dynajax.vps.stored import piece_parts, whole
+from dynajax.vps.stored import piece_parts, whole_runs
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Stored:
     @staticmethod
     def plain(sharding: Sharding, shape: Sequence[int]) -> Stored:
         """An array that is its tensor."""
-        return Stored(sharding, tuple(shape), tuple(shape), whole(shape))
+        return Stored(sharding, tuple(shape), tuple(shape), whole_runs(shape))
 
     @property
     def is_plain(self) -> bool:
         """True if the array is the tensor."""
-        return self.array_shape == self.shape and self.pieces == whole(self.shape)
+        return self.array_shape == self.shape and self.pieces == whole_runs(self.shape)
 
     def parts_of(self, path: str) -> tuple[Part, ...]:
         """The parts of the tensor ``path`` that the array stores."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from dynajax.errors import LayoutError
 from dynajax.meshes import Topology
 from dynajax.planner.diff import diff, unchanged_devices
-from dynajax.planner.memory import Buffers, Memory, Shards, plan_stages
-from dynajax.planner.packed import pack_stages
 from dynajax.planner.plan import Move, Plan, distinct_routes
-from dynajax.planner.sources import Geometry, choose_sources
-from dynajax.vps.region import Ints
-from dynajax.vps.space import Tensor
-from dynajax.vps.tiling import Arrays, Layout, Tiling, sums
+from dynajax.planner.sources.choose import Geometry, choose_sources
+from dynajax.planner.stages.footprint import Granularity
+from dynajax.planner.stages.packed import pack_stages
+from dynajax.planner.stages.shards import Allocations, Shards, plan_stages
+from dynajax.types import Ints
+from dynajax.vps.tiling import Arrays, Layout, Tiling, segment_sum
 
 
 def build_plan(
@@ -25,7 +23,7 @@ def build_plan(
     donate: bool = True,
     *,
     topology: Topology | None = None,
-    memory: Memory = Memory.SHARDS,
+    granularity: Granularity = Granularity.SHARDS,
     at_once: int | None = None,
     keep: frozenset[int] = frozenset(),
 ) -> Plan:
@@ -36,7 +34,7 @@ def build_plan(
         budget: bytes a device may hold above its base.
         donate: whether the source is given up as the move goes on.
         topology: the links between the devices; None if all are alike, in one node.
-        memory: what can be freed, and when.
+        granularity: the unit in which devices free memory.
         at_once: bytes that a stage of several tensors may allocate on all devices together, if shards are freed whole;
             None for any.
         keep: rows of the source's arrays (of its tensors, if each has one of its own) that are not given up all the
@@ -50,12 +48,12 @@ def build_plan(
     """
     _require_one_space(source, target)
     devices = max(source.num_devices, target.num_devices, 1)
-    passed_on = memory is Memory.PACKED or (topology is not None and topology.num_nodes > 1)
+    disjoint = granularity is Granularity.PACKED or (topology is not None and topology.num_nodes > 1)
     members = _by_geometry(source, target)
     sizes = [t.itemsize for t in source.space]
     geometries = [
         Geometry(
-            diff(before, after, disjoint=passed_on or before.partial),
+            diff(before, after, disjoint=disjoint or before.partial),
             unchanged_devices(before, after) if alone else np.empty(0, np.int64),
             [sizes[k] for k in rows],
         )
@@ -66,13 +64,13 @@ def build_plan(
         for k, route in zip(rows, routes, strict=True):
             moves[k] = Move(source.space.tensors[k], route)
     made = tuple(m for m in moves if m is not None)
-    if memory is Memory.PACKED:
+    if granularity is Granularity.PACKED:
         return _packed(made, devices, budget, donate, topology)
     keep = keep if donate else frozenset(range(len(sizes) if source.arrays is None else len(source.arrays.tensors)))
-    buffers = _buffers(made, source.arrays, target.arrays, devices, keep)
-    stages = plan_stages(buffers, budget, [t.path for t in source.space], at_once)
+    allocations = _allocations(made, source.arrays, target.arrays, devices, keep)
+    stages = plan_stages(allocations, budget, [t.path for t in source.space], at_once)
     arrays = source.arrays, target.arrays
-    return Plan(made, stages, budget, donate, buffers.footprint(stages), memory, topology, *arrays, keep)
+    return Plan(made, stages, budget, donate, allocations.footprint(stages), granularity, topology, *arrays, keep)
 
 
 def _require_one_space(source: Layout, target: Layout) -> None:
@@ -84,7 +82,10 @@ def _packed(moves: tuple[Move, ...], devices: int, budget: int, donate: bool, to
     """The plan with its pieces cut and staged; a stage is the tensors that have a piece in it."""
     routes = distinct_routes(moves)
     source, target = (
-        sum((sums(t.holder, t.region.volumes, devices) * size for t, size in tilings), np.zeros(devices, np.int64))
+        sum(
+            (segment_sum(t.holder, t.region.volumes, devices) * size for t, size in tilings),
+            np.zeros(devices, np.int64),
+        )
         for tilings in ([(r.source, size) for r, size in routes], [(r.target, size) for r, size in routes])
     )
     staged, footprint = pack_stages(routes, source, target, budget, donate)
@@ -99,7 +100,7 @@ def _packed(moves: tuple[Move, ...], devices: int, budget: int, donate: bool, to
         stages += [set() for _ in range(int(present[-1]) + 1 - len(stages))]
         for s in present.tolist():
             stages[s].update(rows)
-    return Plan(moves, tuple(tuple(sorted(s)) for s in stages), budget, donate, footprint, Memory.PACKED, topology)
+    return Plan(moves, tuple(tuple(sorted(s)) for s in stages), budget, donate, footprint, Granularity.PACKED, topology)
 
 
 def _by_geometry(source: Layout, target: Layout) -> list[tuple[Tiling, Tiling, bool, list[int]]]:
@@ -112,9 +113,9 @@ def _by_geometry(source: Layout, target: Layout) -> list[tuple[Tiling, Tiling, b
     return list(found.values())
 
 
-def _buffers(
+def _allocations(
     moves: tuple[Move, ...], source: Arrays | None, target: Arrays | None, devices: int, keep: frozenset[int]
-) -> Buffers:
+) -> Allocations:
     """Bytes of every array on every device, counted once for each geometry."""
     counts: dict[int, tuple[np.ndarray, ...]] = {}
     rows: list[tuple[np.ndarray, ...]] = []
@@ -135,7 +136,7 @@ def _buffers(
     # A buffer that stays serves both sides only if the source gives it up; else the target has a copy.
     owners = np.arange(len(moves)) if source is None else [source.owner(k) for k in range(len(moves))]
     kept = kept * given[owners, None]
-    return Buffers(_shards(before, kept, source), _shards(after, kept, target), len(moves), given)
+    return Allocations(_shards(before, kept, source), _shards(after, kept, target), len(moves), given)
 
 
 def _shards(nbytes: Ints, kept: Ints, arrays: Arrays | None) -> Shards:
@@ -146,56 +147,3 @@ def _shards(nbytes: Ints, kept: Ints, arrays: Arrays | None) -> Shards:
     # A buffer stays only where a tensor has an array of its own, before and after; of others nothing is kept.
     stay = [kept[rows[0]] for rows in arrays.tensors]
     return Shards(held, np.stack(stay), arrays.tensors)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What a plan was asked for; equal for equal questions."""
-
-    tensors: tuple[Tensor, ...]
-    source: tuple[bytes, ...]
-    target: tuple[bytes, ...]
-    budget: int
-    donate: bool
-    topology: bytes
-    memory: Memory
-    arrays: tuple[bytes, ...]
-
-
-class Plans:
-    """Plans made so far, so that a switch seen before costs a look-up. Owned by whoever plans again and again.
-
-    Args:
-        keep: how many plans to hold; the one used longest ago goes first.
-    """
-
-    def __init__(self, keep: int = 256) -> None:
-        self._keep = keep
-        self._plans: dict[_Asked, Plan] = {}
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def build(
-        self,
-        source: Layout,
-        target: Layout,
-        budget: int,
-        donate: bool = True,
-        *,
-        topology: Topology | None = None,
-        memory: Memory = Memory.SHARDS,
-    ) -> Plan:
-        """What ``build_plan`` gives for the same arguments."""
-        _require_one_space(source, target)
-        before, after = (tuple(t.key for t in layout.tilings) for layout in (source, target))
-        links = b"" if topology is None else topology.key
-        arrays = tuple(b"" if x.arrays is None else x.arrays.key for x in (source, target))
-        asked = _Asked(source.space.tensors, before, after, budget, donate, links, memory, arrays)
-        plan = self._plans.pop(asked, None)
-        if plan is None:
-            plan = build_plan(source, target, budget, donate, topology=topology, memory=memory)
-        self._plans[asked] = plan
-        if len(self._plans) > self._keep:
-            del self._plans[next(iter(self._plans))]
-        return plan

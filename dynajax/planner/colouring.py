@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 
 def coloured(sender: Ints, receiver: Ints) -> Ints:

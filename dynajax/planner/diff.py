@@ -1,8 +1,8 @@
 """Diff of two tilings: the pieces that target devices need, and who could give each.
 
-The distinct source boxes are cut into atoms (disjoint boxes with a fixed set of holders; on a grid
-they are the boxes themselves), the target boxes likewise where asked. A piece is one atom ∩ one target
-box. A need is a piece for one device: any holder of the atom has it. What a device needs and holds
+The distinct source boxes are cut into cells (disjoint boxes with a fixed set of holders; on a grid
+they are the boxes themselves), the target boxes likewise where asked. A piece is one cell ∩ one target
+box. A need is a piece for one device: any holder of the cell has it. What a device needs and holds
 itself is retained, never sent.
 """
 
@@ -14,18 +14,18 @@ from functools import cached_property
 import numpy as np
 
 from dynajax.errors import LayoutError
+from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints
 from dynajax.vps.tiling import Tiling
 
 
 @dataclass(frozen=True, eq=False)
-class Atoms:
+class Cells:
     """Disjoint boxes of a tiling, and who holds each.
 
     Attributes:
-        lo, hi: shape (atoms, rank).
-        first, row: the rows of the tiling that hold atom ``a`` are ``row[first[a]:first[a + 1]]``.
+        lo, hi: shape (cells, rank).
+        first, row: the rows of the tiling that hold cell ``a`` are ``row[first[a]:first[a + 1]]``.
     """
 
     lo: Ints
@@ -35,7 +35,7 @@ class Atoms:
 
     @cached_property
     def of_row(self) -> Ints:
-        """Atom of each entry of ``row``."""
+        """Cell of each entry of ``row``."""
         return np.repeat(np.arange(len(self.lo)), np.diff(self.first))
 
 
@@ -45,9 +45,9 @@ class Demand:
 
     Attributes:
         source, target: the tilings.
-        atoms: source atoms.
+        cells: source cells.
         lo, hi: the pieces, shape (pieces, rank).
-        atom: source atom of each piece.
+        cell: source cell of each piece.
         piece: piece of each need, shape (needs,).
         target_row: row of the target tiling that each need fills.
         own_row: row of the source tiling by which the device itself holds the piece, −1 if it does not.
@@ -55,10 +55,10 @@ class Demand:
 
     source: Tiling
     target: Tiling
-    atoms: Atoms
+    cells: Cells
     lo: Ints
     hi: Ints
-    atom: Ints
+    cell: Ints
     piece: Ints
     target_row: Ints
     own_row: Ints
@@ -83,46 +83,46 @@ def diff(source: Tiling, target: Tiling, disjoint: bool = False) -> Demand:
         raise LayoutError(f"the target of shape {target.shape} is partial: a move sums parts and makes none")
     if source.shape != target.shape:
         raise LayoutError(f"source shape {source.shape} is not the target shape {target.shape}")
-    atoms, wanted = atoms_of(source), atoms_of(target) if disjoint else _distinct(target)
-    atom, box = algebra.overlaps(atoms.lo, atoms.hi, wanted.lo, wanted.hi)
-    lo, hi = np.maximum(atoms.lo[atom], wanted.lo[box]), np.minimum(atoms.hi[atom], wanted.hi[box])
+    cells, wanted = cells_of(source), cells_of(target) if disjoint else _distinct(target)
+    cell, box = algebra.overlaps(cells.lo, cells.hi, wanted.lo, wanted.hi)
+    lo, hi = np.maximum(cells.lo[cell], wanted.lo[box]), np.minimum(cells.hi[cell], wanted.hi[box])
     got = np.zeros(len(wanted.lo), np.int64)
     np.add.at(got, box, algebra.volumes(lo, hi))
     if (got != algebra.volumes(wanted.lo, wanted.hi)).any():
         raise LayoutError(f"the source lacks a part that the target needs, of the tensor of shape {source.shape}")
     piece, at = algebra.expand(wanted.first[box], wanted.first[box + 1])
     row = wanted.row[at]
-    own = _own_rows(atoms, source.holder, atom[piece], target.holder[row])
-    return Demand(source, target, atoms, lo, hi, atom, piece, row, own)
+    own = _own_rows(cells, source.holder, cell[piece], target.holder[row])
+    return Demand(source, target, cells, lo, hi, cell, piece, row, own)
 
 
-def atoms_of(tiling: Tiling) -> Atoms:
-    """Atoms of a tiling: its distinct boxes, cut where they overlap."""
+def cells_of(tiling: Tiling) -> Cells:
+    """Cells of a tiling: its distinct boxes, cut where they overlap."""
     distinct = _distinct(tiling)
     if algebra.are_disjoint(distinct.lo, distinct.hi):
         return distinct
     lo, hi = algebra.refine(distinct.lo, distinct.hi)
-    atom, row = algebra.overlaps(lo, hi, tiling.region.lo, tiling.region.hi)
-    return Atoms(lo, hi, np.searchsorted(atom, np.arange(len(lo) + 1)), row)
+    cell, row = algebra.overlaps(lo, hi, tiling.region.lo, tiling.region.hi)
+    return Cells(lo, hi, np.searchsorted(cell, np.arange(len(lo) + 1)), row)
 
 
-def _distinct(tiling: Tiling) -> Atoms:
+def _distinct(tiling: Tiling) -> Cells:
     """The distinct boxes of a tiling, overlapping or not."""
     lo, hi, of_row = algebra.unique_boxes(tiling.region.lo, tiling.region.hi)
     counts = np.bincount(of_row, minlength=len(lo))
-    return Atoms(lo, hi, np.concatenate([[0], np.cumsum(counts)]), np.argsort(of_row, kind="stable"))
+    return Cells(lo, hi, np.concatenate([[0], np.cumsum(counts)]), np.argsort(of_row, kind="stable"))
 
 
-def _own_rows(atoms: Atoms, holder: Ints, atom: Ints, device: Ints) -> Ints:
-    """The source row by which ``device`` itself holds ``atom``, or −1."""
-    if not len(atom) or not len(atoms.row):
-        return np.full(len(atom), -1, np.int64)
+def _own_rows(cells: Cells, holder: Ints, cell: Ints, device: Ints) -> Ints:
+    """The source row by which ``device`` itself holds ``cell``, or −1."""
+    if not len(cell) or not len(cells.row):
+        return np.full(len(cell), -1, np.int64)
     width = 1 + max(int(holder.max()), int(device.max()))
-    held = atoms.of_row * width + holder[atoms.row]
+    held = cells.of_row * width + holder[cells.row]
     order = np.argsort(held, kind="stable")
-    wanted = atom * width + device
+    wanted = cell * width + device
     at = np.minimum(np.searchsorted(held, wanted, sorter=order), len(held) - 1)
-    return np.where(held[order[at]] == wanted, atoms.row[order[at]], -1)
+    return np.where(held[order[at]] == wanted, cells.row[order[at]], -1)
 
 
 def unchanged_devices(source: Tiling, target: Tiling) -> Ints:

@@ -13,8 +13,8 @@ from functools import cached_property
 import numpy as np
 
 from dynajax.planner.colouring import coloured
-from dynajax.vps.region import Ints
-from dynajax.vps.tiling import sums
+from dynajax.types import Ints
+from dynajax.vps.tiling import segment_sum
 
 MOST_BOXES = 16
 """Boxes of a message that is cut out box by box."""
@@ -59,7 +59,7 @@ class Messages:
             made[:, 1],
             made[:, 2],
             _kinds(kind[rows], first),
-            sums(message, volume[rows], len(begins)),
+            segment_sum(message, volume[rows], len(begins)),
             rows,
             first,
         )
@@ -97,7 +97,9 @@ class Messages:
         """The most elements that one device sends or receives."""
         size = 1 + int(max(self.sender.max(initial=-1), self.receiver.max(initial=-1)))
         volume = self.volume[self.sent]
-        return int(max(sums(end[self.sent], volume, size).max(initial=0) for end in (self.sender, self.receiver)))
+        return int(
+            max(segment_sum(end[self.sent], volume, size).max(initial=0) for end in (self.sender, self.receiver))
+        )
 
 
 def _kinds(kind: Ints, first: Ints) -> Ints:
@@ -116,7 +118,7 @@ def _kinds(kind: Ints, first: Ints) -> Ints:
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class EvenPieces:
     """Pieces of messages, all as long, in rounds.
 
     Attributes:
@@ -132,7 +134,7 @@ class Pieces:
     round: Ints
 
 
-def in_pieces(sender: Ints, receiver: Ints, count: Ints, most: int, start_up: int) -> list[Pieces]:
+def in_pieces(sender: Ints, receiver: Ints, count: Ints, most: int, start_up: int) -> list[EvenPieces]:
     """Messages of any numbers of chunks, cut so that rounds carry pieces of one length and at most a tenth of padding.
 
     Either all are cut as long, or those of like length are; whichever takes less time.
@@ -152,7 +154,7 @@ def in_pieces(sender: Ints, receiver: Ints, count: Ints, most: int, start_up: in
             rounds = [_most(sender[message], receiver[message]) for _, message, _ in way]
             found.append((sum(n * (size + start_up) for n, (size, *_) in zip(rounds, way, strict=True)), way))
     _, best = min(found, key=lambda cost_and_way: cost_and_way[0])
-    return [Pieces(size, m, start, coloured(sender[m], receiver[m])) for size, m, start in best]
+    return [EvenPieces(size, m, start, coloured(sender[m], receiver[m])) for size, m, start in best]
 
 
 def _clustered(count: Ints, whole: Ints) -> list[tuple[int, Ints, Ints]]:

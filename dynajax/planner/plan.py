@@ -1,7 +1,7 @@
 """The plan of a move, as a value: what each device keeps, copies and is sent, in which stage.
 
-A plan knows no devices and no transport. It can be proved (``verify``), compared (``digest``), priced
-(``planner.price``) and carried out by numpy (``planner.virtual``) or by the engine.
+A plan knows no devices and no transport. ``digest`` compares plans, ``planner.verify`` proves one,
+``planner.price_plan`` says what it costs, and the engine carries it out.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import numpy as np
 
 from dynajax.bytesize import format_bytes
 from dynajax.meshes import Topology
-from dynajax.planner.bounds import least_between, least_sent
-from dynajax.planner.memory import Footprint, Memory
-from dynajax.planner.rounds import Rounds, coloured_rounds
 from dynajax.planner.route import Copies, Route
-from dynajax.vps.region import Ints
+from dynajax.planner.stages.footprint import Footprint, Granularity
+from dynajax.planner.verification.bounds import least_between, least_sent
+from dynajax.types import Ints
 from dynajax.vps.space import Tensor
-from dynajax.vps.tiling import Arrays, Tiling, sums
+from dynajax.vps.tiling import Arrays, Tiling, segment_sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +80,7 @@ class Plan:
         budget: bytes that a device may hold above its base, the larger of what it holds before and after.
         donate: True if the source is given up, but for what ``keep`` says.
         footprint: bytes of each device over the stages.
-        memory: what can be freed, and when.
+        granularity: the unit in which devices free memory.
         topology: the links that the routes were chosen for, None if all devices are alike.
         source_arrays, target_arrays: what the tensors lie in before and after; None if each has an array of its own.
         keep: rows of the source arrays (of the tensors, if there are none) that are not given up.
@@ -92,7 +91,7 @@ class Plan:
     budget: int
     donate: bool
     footprint: Footprint
-    memory: Memory = Memory.SHARDS
+    granularity: Granularity = Granularity.SHARDS
     topology: Topology | None = None
     source_arrays: Arrays | None = None
     target_arrays: Arrays | None = None
@@ -122,12 +121,7 @@ class Plan:
             pairs.append(route.sender[rows] * n + route.receiver[rows])
             nbytes.append(route.volumes[rows] * itemsize)
         pair, at = np.unique(np.concatenate(pairs), return_inverse=True)
-        return Traffic(*np.divmod(pair, n), sums(at.ravel(), np.concatenate(nbytes), len(pair)))
-
-    @cached_property
-    def rounds(self) -> Rounds:
-        """The messages in rounds of one partner a device; ``planner.price`` looks for the cheapest."""
-        return coloured_rounds(self.traffic.sender, self.traffic.receiver, self.traffic.nbytes)
+        return Traffic(*np.divmod(pair, n), segment_sum(at.ravel(), np.concatenate(nbytes), len(pair)))
 
     @cached_property
     def bytes_sent(self) -> Ints:
@@ -154,7 +148,7 @@ class Plan:
 
     @cached_property
     def bytes_lower_bound(self) -> int:
-        """Bytes that any plan must send, from the layouts alone (``planner.bounds``)."""
+        """Bytes that any plan must send, from the layouts alone (``planner.verification.bounds``)."""
         return sum(least_sent(route.source, route.target, self._node) * itemsize for route, itemsize in self.routes)
 
     @cached_property
@@ -166,7 +160,7 @@ class Plan:
 
     @cached_property
     def bytes_inter_node_lower_bound(self) -> int:
-        """Bytes that must cross, from the layouts alone (``planner.bounds``)."""
+        """Bytes that must cross, from the layouts alone (``planner.verification.bounds``)."""
         if self.topology is None:
             return 0
         return sum(least_between(route.source, route.target, self._node) * itemsize for route, itemsize in self.routes)
@@ -180,7 +174,7 @@ class Plan:
     def busiest_device_bytes(self) -> int:
         """The most that one device sends or receives."""
         t, n = self.traffic, self.num_devices
-        return int(max(sums(end, t.nbytes, n).max(initial=0) for end in (t.sender, t.receiver)))
+        return int(max(segment_sum(end, t.nbytes, n).max(initial=0) for end in (t.sender, t.receiver)))
 
     def peak_bytes(self) -> list[int]:
         """The most bytes that each device holds at any moment of the move."""
@@ -191,27 +185,10 @@ class Plan:
         """The most that a device holds above its base."""
         return self.footprint.extra
 
-    def verify(self, numpy_below: int = 2**20) -> None:
-        """Prove the plan by bookkeeping (``planner.proof``), and if it is small by carrying it out in numpy as well.
-
-        Args:
-            numpy_below: elements of all tensors on all devices, under which numpy buffers are filled and compared.
-
-        Raises:
-            CheckError: naming the tensor and what is wrong.
-            LayoutError: a layout is not sound.
-        """
-        from dynajax.planner.proof import prove
-        from dynajax.planner.virtual import verify
-
-        prove(self)
-        if sum(move.source.region.volume + move.target.region.volume for move in self.moves) < numpy_below:
-            verify(self)
-
     @cached_property
     def digest(self) -> str:
         """Equal for the same move however it was written down and wherever it was planned."""
-        facts = self.budget, self.donate, self.memory.value, self.stages, sorted(self.keep)
+        facts = self.budget, self.donate, self.granularity.value, self.stages, sorted(self.keep)
         digest = hashlib.sha256(repr(facts).encode())
         for arrays in (self.source_arrays, self.target_arrays):
             digest.update(b"-" if arrays is None else arrays.key)

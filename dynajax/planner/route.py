@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dynajax.types import Bools, Ints
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints, dense_strides
+from dynajax.vps.region import dense_strides
 from dynajax.vps.tiling import Tiling
 
-Bools = NDArray[np.bool_]
-PASSED_ON = 2**31 - 1
-"""The turn of copies out of targets, after all others."""
+RELAYED = 2**31 - 1
+"""Phase of the relayed copies: they read targets, so they come after all others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +46,14 @@ class Copies:
         return self.extent.prod(axis=1, dtype=np.int64)
 
     @cached_property
-    def turns(self) -> Ints:
-        """Turn of each row: 0 if it is written, k if it is the k-th that is added to that, or ``PASSED_ON``."""
+    def phases(self) -> Ints:
+        """Phase of each row: 0 if it is written, k if it is the k-th added to what was written, ``RELAYED`` if relayed.
+
+        Rows of one phase are independent; those of a later phase read or change what earlier ones wrote.
+        """
         row = np.arange(len(self.source))
-        turns = row - np.maximum.accumulate(np.where(self.added, 0, row))
-        return np.where(self.relayed, PASSED_ON, turns)
+        phases = row - np.maximum.accumulate(np.where(self.added, 0, row))
+        return np.where(self.relayed, RELAYED, phases)
 
     @property
     def sent(self) -> Bools:
@@ -105,7 +107,7 @@ class Route:
         return algebra.volumes(self.lo, self.hi)
 
     @cached_property
-    def place(self) -> Ints:
+    def flat_index(self) -> Ints:
         """First element of each piece in the flattened tensor."""
         return (self.lo * dense_strides(self.source.shape)).sum(axis=1)
 

@@ -1,6 +1,6 @@
 """One step under any strategy: orders, ring attention, pipelines, storage, and how they compose."""
 
-from dynajax.runtime.attention import Tiling as Tiling
+from dynajax.runtime.attention import AttentionTiles as AttentionTiles
 from dynajax.runtime.attention import ring_attention as ring_attention
 from dynajax.runtime.experts import exchange_experts as exchange_experts
 from dynajax.runtime.order import TokenOrder as TokenOrder

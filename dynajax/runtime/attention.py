@@ -33,7 +33,7 @@ from dynajax.runtime.rules import BATCH_AXES
 
 
 @dataclass(frozen=True)
-class Tiling:
+class AttentionTiles:
     """How the rows that a device holds are cut into tiles.
 
     Attributes:
@@ -46,10 +46,10 @@ class Tiling:
     one_row: bool
 
     @staticmethod
-    def of(mesh: Mesh) -> Tiling:
+    def of(mesh: Mesh) -> AttentionTiles:
         """What suits the devices: a CPU likes tiles that its caches hold, an accelerator few large products."""
         cpu = mesh.devices.flat[0].platform == "cpu"
-        return Tiling(64, one_row=True) if cpu else Tiling(512, one_row=False)
+        return AttentionTiles(64, one_row=True) if cpu else AttentionTiles(512, one_row=False)
 
 
 _MASKED = -1e30
@@ -79,7 +79,7 @@ class _Softmax(NamedTuple):
     values: jax.Array
 
 
-def ring_attention(mesh: Mesh, axis: str = "cp", tiling: Tiling | None = None) -> Attention:
+def ring_attention(mesh: Mesh, axis: str = "cp", tiling: AttentionTiles | None = None) -> Attention:
     """Attention over rows whose tokens are cut along ``axis``; takes the place of ``packed_attention``.
 
     Rows are cut along the batch axes of the mesh, heads may be cut along others; the compiler sees to those. It may
@@ -91,7 +91,7 @@ def ring_attention(mesh: Mesh, axis: str = "cp", tiling: Tiling | None = None) -
         tiling: how a device cuts its work; None for what suits the devices.
     """
     size, copies = mesh.shape[axis], math.prod(mesh.shape[a] for a in BATCH_AXES)
-    tiling = tiling or Tiling.of(mesh)
+    tiling = tiling or AttentionTiles.of(mesh)
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
         if q.shape[0] % copies or q.shape[1] % size:
@@ -124,7 +124,7 @@ def _tiled_ring(
     positions: jax.Array,
     *,
     axis: str,
-    tiling: Tiling,
+    tiling: AttentionTiles,
 ) -> jax.Array:
     """One device's part: cut in tiles, run the ring, and put the tiles together again."""
     batch, seq, heads, head_dim = q.shape

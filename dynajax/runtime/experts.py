@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from dynajax.models import Choices, Execution, ExpertKernels, Experts, sorted_experts
+from dynajax.models import Arithmetic, Choices, ExpertKernels, Experts, sorted_experts
 from dynajax.runtime.ambient import ambient_mesh
 from dynajax.runtime.rules import BATCH_AXES, ExpertAxes
 
@@ -38,7 +38,7 @@ def exchange_experts(mesh: Mesh, axes: ExpertAxes) -> Experts:
     tokens, kernel_up = PartitionSpec(BATCH_AXES, "cp"), PartitionSpec(axes.expert or None, None, axes.mlp or None)
     kernel_down = PartitionSpec(axes.expert or None, axes.mlp or None)
 
-    def experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: Execution) -> jax.Array:
+    def experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: Arithmetic) -> jax.Array:
         cut: Any = (kernel_up, kernel_down, None if kernels.gate is None else kernel_up)
         mapped: Any = jax.shard_map(
             partial(_own_experts, axes, choices.capacity, run),
@@ -58,7 +58,7 @@ def exchange_experts(mesh: Mesh, axes: ExpertAxes) -> Experts:
 def _own_experts(
     axes: ExpertAxes,
     capacity: int,
-    run: Execution,
+    run: Arithmetic,
     x: jax.Array,
     chosen: jax.Array,
     gates: jax.Array,

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from dynajax.errors import LayoutError
+from dynajax.types import Ints
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class TokenOrder:
         return len(self.runs) * self.run_length
 
     @property
-    def index(self) -> NDArray[np.int64]:
+    def index(self) -> Ints:
         """The token at each place of storage, −1 for padding."""
         index = np.full((len(self.runs), self.run_length), -1, np.int64)
         for row, (first, tokens) in zip(index, self.runs, strict=True):

@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from numpy.typing import NDArray
 
 from dynajax.engine import Stored
 from dynajax.errors import LayoutError
 from dynajax.runtime.timetable import layer_order
+from dynajax.types import Ints
 
 A = TypeVar("A", np.ndarray, jax.Array)
 
@@ -64,7 +64,7 @@ class DimStorage:
     gathered: bool = False
 
     @cached_property
-    def index(self) -> NDArray[np.int64]:
+    def index(self) -> Ints:
         """The logical index at each place of storage, −1 for padding."""
         index = np.full(self.stored, -1, np.int64)
         for piece in self.pieces:
@@ -189,7 +189,7 @@ class Storage:
         return all(d.is_identity for d in self.dims)
 
     @property
-    def index_maps(self) -> tuple[NDArray[np.int64], ...]:
+    def index_maps(self) -> tuple[Ints, ...]:
         """For each dim the logical index at each place, −1 for padding."""
         return tuple(d.index for d in self.dims)
 
@@ -254,7 +254,7 @@ def storage_of(
     return Storage(dims)
 
 
-def _pieces(order: NDArray[np.int64]) -> tuple[Piece, ...]:
+def _pieces(order: Ints) -> tuple[Piece, ...]:
     """The runs of an index map."""
     pieces: list[Piece] = []
     for place, index in enumerate(order.tolist()):

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynajax.errors import StrategyError
+from dynajax.types import Ints
 
 
-def layer_order(layers: int, pp: int, chunks: int = 1) -> NDArray[np.int64]:
+def layer_order(layers: int, pp: int, chunks: int = 1) -> Ints:
     """The layer at each place of the stored stack, −1 for places without one.
 
     Pipeline stage s holds the s-th of pp equal parts of the result, its runs one after the other. A run that has

@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from numpy.typing import NDArray
 
 from dynajax.balance import IterationPlan, PipelineFill, PlanAhead, Planner, short_text
 from dynajax.data import DocumentBatch, DocumentSteps, Segment
 from dynajax.engine.consensus import Consensus, Processes
+from dynajax.engine.targets import devices_named
 from dynajax.meshes import Placement
 from dynajax.runtime.flat import Span, add_section
 from dynajax.runtime.gradients import zeros_of
@@ -39,6 +39,7 @@ from dynajax.train.candidates import Candidates
 from dynajax.train.record import PipelineShare
 from dynajax.train.state import TrainState
 from dynajax.train.step import Event, Outcome, apply_gradients, wait_ready
+from dynajax.types import Floats
 
 _log = logging.getLogger(__name__)
 _PLANS_AHEAD = 2
@@ -114,7 +115,7 @@ class DocumentStep:
         flat: FlatPrograms,
     ) -> None:
         self.place, self.layout = place, layout
-        self._processes = Processes.of(layout)
+        self._processes = Processes.of(devices_named(layout))
         self._processes.prepare()
         self._plans, self._runners, self._flat = _Plans(planner, data, self._processes), runners, flat
 
@@ -155,7 +156,7 @@ class DocumentStep:
         fills = enumerate(zip(where, plan.pipelines, strict=True))
         return plan, [_Pass(n, self._runners[place], fill, batch.segments) for n, (place, fill) in fills]
 
-    def _told(self, *known: list[float]) -> NDArray[np.float64]:
+    def _told(self, *known: list[float]) -> Floats:
         """Rows of numbers, the same in all processes: each knows those of its pipelines, and has 0 for others."""
         bits = np.asarray(known, np.float64).view(np.uint64)
         told = self._processes.known_to_any(bits.ravel())

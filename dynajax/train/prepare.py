@@ -67,7 +67,7 @@ class Shelf(Generic[K, V]):
 
 
 @dataclass(frozen=True)
-class Move:
+class PlaceChange:
     """From one place to another; the key of a plan."""
 
     source: Place
@@ -92,7 +92,7 @@ class Workshop:
     def __init__(self, job: Job[Any], budget: int) -> None:
         self._job, self._budget = job, budget
         self._layouts: dict[Place, TrainState] = {}
-        self._plans: dict[Move, Plan] = {}
+        self._plans: dict[PlaceChange, Plan] = {}
         workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="dynajax-prepare")
         self.steps = Shelf(self._compile_step, "compiling the step of {}", workers)
         self.movers = Shelf(self._compile_mover, "preparing the move from {}", workers)
@@ -103,7 +103,7 @@ class Workshop:
             self._layouts[place] = self._job.layout(place)
         return self._layouts[place]
 
-    def plan(self, move: Move) -> Plan:
+    def plan(self, move: PlaceChange) -> Plan:
         """The plan of ``move``.
 
         Raises:
@@ -118,7 +118,7 @@ class Workshop:
     def _compile_step(self, place: Place) -> Step:
         return self._job.compile_step(place, self.layout(place))
 
-    def _compile_mover(self, move: Move) -> None:
+    def _compile_mover(self, move: PlaceChange) -> None:
         source, target = self.layout(move.source), self.layout(move.target)
         prepare_reshard(abstract(self._job.shapes, source), target, plan=self.plan(move), stored=source)
 
@@ -128,7 +128,7 @@ class Preparation:
     """A switch being prepared: ``move`` in the background of ``workshop``."""
 
     workshop: Workshop
-    move: Move
+    move: PlaceChange
 
     def done(self) -> bool:
         """True if the switch can be made at once."""
@@ -145,7 +145,7 @@ class Preparation:
         self.workshop.steps.get(self.move.target, deadline_s)
 
 
-def begin(workshop: Workshop, move: Move) -> Preparation:
+def begin(workshop: Workshop, move: PlaceChange) -> Preparation:
     """Begin to prepare ``move``, as far as that was not done before."""
     workshop.movers.ahead(move)
     workshop.steps.ahead(move.target)

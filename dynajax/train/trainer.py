@@ -21,7 +21,7 @@ from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Asked
 from dynajax.train.documents import DocumentJob
 from dynajax.train.job import DEFAULT_OPTIONS, Job, Place, StepOptions
-from dynajax.train.prepare import Move, Preparation, Workshop, begin
+from dynajax.train.prepare import PlaceChange, Preparation, Workshop, begin
 from dynajax.train.record import StepReport, SwitchReport
 from dynajax.train.rows import RowJob, Rows
 from dynajax.train.state import TrainState
@@ -122,14 +122,14 @@ class Trainer:
             StrategyError: a placement fits neither model nor devices.
             BudgetError: the budget cannot hold the move.
         """
-        return self.workshop.plan(Move(self.job.place(source), self.job.place(target)))
+        return self.workshop.plan(PlaceChange(self.job.place(source), self.job.place(target)))
 
     def prepare(self, strategy: str | Strategy | Asked | Place) -> Preparation:
         """Begin to compile the step of ``strategy`` and to plan the move to it, in the background.
 
         Errors come with ``wait`` of what is returned, or with ``switch``.
         """
-        return begin(self.workshop, Move(self.placement, self.job.place(strategy)))
+        return begin(self.workshop, PlaceChange(self.placement, self.job.place(strategy)))
 
     def switch(self, strategy: str | Strategy | Asked | Place) -> SwitchReport:
         """Go on under ``strategy`` from the next step; what was prepared costs nothing now.
@@ -139,7 +139,7 @@ class Trainer:
             DynajaxError: the switch was refused before anything moved.
         """
         start = time.perf_counter()
-        move = Move(self.placement, self.job.place(strategy))
+        move = PlaceChange(self.placement, self.job.place(strategy))
         prepared = Preparation(self.workshop, move).done()
         plan, source = self.workshop.plan(move), self.workshop.layout(move.source)
         plan_s = time.perf_counter() - start

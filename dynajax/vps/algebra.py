@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynajax.vps.region import Ints
-
-_CHUNK = 1 << 22
+from dynajax.types import Ints
 
 
 def volumes(lo: Ints, hi: Ints) -> Ints:
@@ -109,7 +107,7 @@ def are_disjoint(lo: Ints, hi: Ints) -> bool:
 
 
 def refine(lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
-    """Disjoint boxes with the same union, each inside or outside every given box: the atoms."""
+    """Disjoint boxes with the same union, each inside or outside every given box: the cells."""
     out_lo: list[Ints] = []
     out_hi: list[Ints] = []
     for group in _connected(lo, hi):

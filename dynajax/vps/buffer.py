@@ -21,14 +21,7 @@ def view(buffer: NDArray[Any], offset: int, stride: Sequence[int], extent: Seque
     return np.ndarray(tuple(extent), buffer.dtype, buffer, offset * size, tuple(s * size for s in stride))
 
 
-def pack(tensor: NDArray[Any], region: Region) -> NDArray[Any]:
-    """The flat buffer of a holder of ``region``, cut from the whole tensor."""
-    buffer = np.zeros(region.volume, tensor.dtype)
-    pack_into(buffer, tensor, region)
-    return buffer
-
-
-def pack_into(buffer: NDArray[Any], tensor: NDArray[Any], region: Region) -> None:
+def fill_buffer(buffer: NDArray[Any], tensor: NDArray[Any], region: Region) -> None:
     """Fill the buffer of a holder of ``region`` from the whole tensor; what no box covers stays as it is."""
     for k in range(region.count):
         index = tuple(slice(a, b) for a, b in zip(region.lo[k].tolist(), region.hi[k].tolist(), strict=True))

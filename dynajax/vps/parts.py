@@ -20,11 +20,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dynajax.errors import LayoutError
+from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints, Region, concatenate, intervals
+from dynajax.vps.region import Region, concatenate, intervals
 from dynajax.vps.tiling import Tiling
 
-Rows = tuple[Ints, Region]
+HeldBoxes = tuple[Ints, Region]
 """Shard of each box, and the boxes, addressed in their shards."""
 
 
@@ -55,7 +56,7 @@ class Block:
         rank = len(shape)
         return Block(tensor, tuple(shape), (0,) * rank, tuple(shape), (0,) * rank, tuple(range(rank)))
 
-    def rows(self, lo: Ints, hi: Ints) -> Rows:
+    def rows(self, lo: Ints, hi: Ints) -> HeldBoxes:
         """What shards with these bounds, shape (shards, rank), hold of the part."""
         along = np.ones(lo.shape[1], np.int64)
         for dim, run in zip(self.dims, self.extent, strict=True):
@@ -109,7 +110,7 @@ class Run:
     at: int
     row: tuple[int, ...] = ()
 
-    def rows(self, lo: Ints, hi: Ints) -> Rows:
+    def rows(self, lo: Ints, hi: Ints) -> HeldBoxes:
         """What shards with these bounds, shape (shards, rank), hold of the part."""
         row = np.asarray(self.row, np.int64)
         has_row = ((lo[:, :-1] <= row) & (row < hi[:, :-1])).all(axis=1)

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from dynajax.types import Bools, Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +56,7 @@ class Region:
         """Dims of the tensor."""
         return self.lo.shape[1]
 
-    def take(self, rows: Ints | NDArray[np.bool_]) -> Region:
+    def take(self, rows: Ints | Bools) -> Region:
         """The boxes at ``rows``."""
         return Region(self.lo[rows], self.hi[rows], self.offset[rows], self.stride[rows])
 

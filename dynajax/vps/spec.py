@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from dynajax.errors import LayoutError
 from dynajax.meshes import PARAMETER_RULES, Rules, Strategy, spec
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 from dynajax.vps.space import Space
 from dynajax.vps.tiling import Layout, Tiling
 

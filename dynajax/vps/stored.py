@@ -8,7 +8,6 @@ which runs of the tensor. The tiling that follows speaks of the tensor alone: pa
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 from dynajax.errors import LayoutError
@@ -58,13 +57,6 @@ def _require_inside(array: tuple[int, ...], shape: tuple[int, ...], pieces: Sequ
                 raise LayoutError(f"dim {dim}: the piece {(at, first, length)} does not fit {stored} and {logical}")
 
 
-def whole(shape: Sequence[int]) -> tuple[Pieces, ...]:
+def whole_runs(shape: Sequence[int]) -> tuple[Pieces, ...]:
     """The pieces of an array that stores its tensor as it is."""
     return tuple(((0, 0, n),) for n in shape)
-
-
-def padded(shape: Sequence[int], stored: Sequence[int]) -> tuple[Pieces, ...]:
-    """The pieces of an array of shape ``stored`` that has its padding at the end of each dim."""
-    if math.prod(stored) < math.prod(shape) or any(a < b for a, b in zip(stored, shape, strict=True)):
-        raise LayoutError(f"an array of shape {tuple(stored)} is too small for a tensor of shape {tuple(shape)}")
-    return whole(shape)

@@ -15,8 +15,9 @@ from functools import cached_property
 import numpy as np
 
 from dynajax.errors import LayoutError
+from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.region import Ints, Region, concatenate, dense_boxes
+from dynajax.vps.region import Region, concatenate, dense_boxes
 from dynajax.vps.space import Space
 
 
@@ -78,7 +79,7 @@ class Tiling:
     def elements(self, devices: int) -> Ints:
         """Elements of each device's buffer, for device numbers below ``devices``."""
         if self.room is None:
-            return sums(self.holder, self.region.volumes, devices)
+            return segment_sum(self.holder, self.region.volumes, devices)
         held = np.zeros(devices, np.int64)
         held[self.devices] = self.room
         return held
@@ -179,7 +180,7 @@ class Layout:
             tiling.validate(tensor.path)
 
 
-def sums(index: Ints, values: Ints, length: int) -> Ints:
+def segment_sum(index: Ints, values: Ints, length: int) -> Ints:
     """Exact int64 sums of ``values`` by ``index`` (``np.bincount`` would go through float64)."""
     out = np.zeros(length, np.int64)
     np.add.at(out, index, values)

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from balance.price_lists import KINDS, RING, SMALL, price
 from hypothesis import given
 from hypothesis import strategies as st
-from price_lists import KINDS, RING, SMALL, price
 
 from dynajax.balance.fill import FillOptions
 from dynajax.balance.iteration import Planner, PlanOptions

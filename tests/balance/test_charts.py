@@ -1,7 +1,7 @@
 """Gantt charts as rows, text and a page."""
 
 import pytest
-from price_lists import KINDS
+from balance.price_lists import KINDS
 
 from dynajax.balance.gantt import rows, text
 from dynajax.balance.html import write_html

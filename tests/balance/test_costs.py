@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from price_lists import LARGE, MIDDLE, SMALL, price
+from balance.price_lists import LARGE, MIDDLE, SMALL, price
 
 from dynajax.balance.cost import Timing, costs_of, pipelines_of, replicated, short_text
 from dynajax.balance.profiles import DATA, load_profile, published_candidates, save_profile

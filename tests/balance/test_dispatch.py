@@ -4,9 +4,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from balance.price_lists import DEEP, DEEPEST, KINDS, LARGE, LENGTHS, MIDDLE, SMALL, long_tailed, price
 from hypothesis import given
 from hypothesis import strategies as st
-from price_lists import DEEP, DEEPEST, KINDS, LARGE, LENGTHS, MIDDLE, SMALL, long_tailed, price
 
 from dynajax.balance.bound import any_strategy_ms, candidate
 from dynajax.balance.compare import setting

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from balance.price_lists import DEEP, LARGE, MIDDLE, SMALL
 from hypothesis import given
 from hypothesis import strategies as st
-from price_lists import DEEP, LARGE, MIDDLE, SMALL
 
 from dynajax.balance.baselines import Homogeneous, first_fit
 from dynajax.balance.compare import baselines, setting

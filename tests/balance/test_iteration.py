@@ -5,9 +5,9 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from balance.price_lists import DEEP, KINDS, LARGE, LENGTHS, MIDDLE, SMALL, price
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from price_lists import DEEP, KINDS, LARGE, LENGTHS, MIDDLE, SMALL, price
 
 from dynajax.balance.compare import baselines, setting
 from dynajax.balance.fill import FillOptions, Packing, fill, fill_ms

@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
+from balance.price_lists import LARGE, SMALL, long_tailed
 from hypothesis import given
 from hypothesis import strategies as st
-from price_lists import LARGE, SMALL, long_tailed
 
 from dynajax.balance.lengths import Batches, shipped_lengths
 from dynajax.balance.pack import Interval, balanced, contiguous, fewest, lightest_ms, neighbours, order

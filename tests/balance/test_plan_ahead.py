@@ -6,7 +6,7 @@ from multiprocessing import get_context
 
 import numpy as np
 import pytest
-from price_lists import KINDS
+from balance.price_lists import KINDS
 
 from dynajax.balance.ahead import PlanAhead
 from dynajax.balance.iteration import Planner

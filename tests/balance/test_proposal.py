@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from balance.price_lists import DEEP, KINDS, LARGE, MIDDLE, SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from price_lists import DEEP, KINDS, LARGE, MIDDLE, SMALL
 
 from dynajax.balance.compare import baselines, setting
 from dynajax.balance.compose import Groups, compose, group, prefixes

@@ -13,7 +13,7 @@ from dynajax.cli.plan_page import layer_shares
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.errors import BudgetError, DynajaxError, StrategyError, TopologyError
 from dynajax.meshes import Strategy, Topology
-from dynajax.planner import Memory, build_plan
+from dynajax.planner import Granularity, build_plan
 
 PROMISED = {
     "model", "from", "to", "devices", "bytes_total", "bytes_retained", "bytes_moved", "bytes_lower_bound",
@@ -112,7 +112,7 @@ def test_the_page_is_self_contained_and_has_all_charts(tmp_path, capsys):
 def test_the_page_knows_who_holds_which_layer():
     state = JobState.of("gpt3-xl", StateParts())
     ends = [state.layout(Strategy.parse(s)) for s in ("tp4.pp2", "tp4.pp2.dp2")]
-    plan = build_plan(ends[0], ends[1], 2**31, topology=Topology.load("h100", 16), memory=Memory.PACKED)
+    plan = build_plan(ends[0], ends[1], 2**31, topology=Topology.load("h100", 16), granularity=Granularity.PACKED)
     places = np.arange(16)
     before, columns = layer_shares(plan, "before", places)
     after, _ = layer_shares(plan, "after", places)

@@ -22,7 +22,7 @@ from dynajax.engine.places import Places, layouts
 from dynajax.engine.regroup import read
 from dynajax.errors import BudgetError, CheckError, TargetError
 from dynajax.meshes import Tier, Topology
-from dynajax.planner import build_plan
+from dynajax.planner import build_plan, verify
 from dynajax.vps import Block, Run, bucket_parts, fused_parts, layer_part, slice_part
 
 Numpy = np.ndarray[Any, Any]
@@ -202,7 +202,7 @@ def test_buckets_are_freed_one_by_one_within_the_budget() -> None:
     smallest = int(str(refused.value).split("budget that does is ")[1].split()[0])
     assert smallest <= 4 * (size + 64 + 16 * 48) // 4
     plan = dj.plan_reshard(tree, target, stored=buckets, budget=smallest, donate=True)
-    plan.verify()
+    verify(plan)
     before = live_bytes()
     moved, report = dj.reshard(tree, target, stored=buckets, plan=plan)
     assert report.peak_extra_bytes == plan.peak_extra_bytes <= smallest
@@ -390,7 +390,7 @@ def test_a_plan_needs_shapes_only_and_fits_the_move(path: Path) -> None:
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in tree]
     target = plain(on(range(8), P("x")))
     plan = dj.plan_reshard(shapes, target, stored=buckets, path=path)
-    plan.verify()
+    verify(plan)
     prepare_reshard(shapes, target, plan=plan, stored=buckets, path=path)
     moved, _ = dj.reshard(tree, target, plan=plan, stored=buckets, path=path)
     assert_holds(moved, target, tensors)
@@ -430,7 +430,7 @@ def test_what_a_plan_for_nodes_relays_is_passed_on(path: Path) -> None:
     topology = Topology.regular("pairs", tiers, len(places.places))
     plan = build_plan(*layouts(leaves, places), 10**6, topology=topology)
     assert any(move.copies.relayed.any() for move in plan.moves)
-    plan.verify()
+    verify(plan)
     moved, _ = dj.reshard(tree, target, stored=buckets, plan=plan, check=True, path=path)
     assert_holds(moved, target, tensors)
 

@@ -19,7 +19,7 @@ from dynajax.engine.report import Stopwatch
 from dynajax.engine.shared_memory import SharedMemory
 from dynajax.errors import CheckError
 from dynajax.meshes import Tier, Topology
-from dynajax.planner import build_plan
+from dynajax.planner import build_plan, verify
 from dynajax.vps import Layout, Run
 
 SHAPE = (12, 40)
@@ -56,7 +56,7 @@ def _moved(array: jax.Array, target: Any, topology: Any = None, check: bool = Tr
     source = Layout(source.space, tuple(dataclasses.replace(t, partial=True) for t in source.tilings), source.arrays)
     topology = topology and Topology.regular("pairs", topology, len(places.places))
     plan = build_plan(source, goal, 0, donate=False, topology=topology)
-    plan.verify()
+    verify(plan)
     assert any(move.copies.added.any() for move in plan.moves)
     carrier = SharedMemory(places, Stopwatch())
     try:

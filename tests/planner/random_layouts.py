@@ -27,7 +27,7 @@ from dynajax.vps import (
 )
 from dynajax.vps.parts import joined, parts_tiling
 from dynajax.vps.region import concatenate, dense_boxes
-from dynajax.vps.stored import padded, stored_tiling
+from dynajax.vps.stored import stored_tiling, whole_runs
 
 MESH_SIZES = [(1,), (2,), (3,), (4,), (5,), (7,), (2, 2), (2, 3), (4, 2), (2, 2, 2), (3, 1, 2)]
 shapes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 8]), max_size=3).map(tuple)
@@ -119,7 +119,7 @@ def mixed_tilings(draw, shape, pool):
 def padded_tilings(draw, shape, pool):
     """Arrays longer than their tensor, as a mesh that does not divide it needs; the first dim may be permuted."""
     stored = tuple(n + draw(st.integers(0, 3)) for n in shape)
-    pieces = list(padded(shape, stored))
+    pieces = list(whole_runs(shape))
     if draw(st.booleans()):
         cut = draw(st.integers(0, shape[0]))
         pieces[0] = ((shape[0] - cut, 0, cut), (0, cut, shape[0] - cut))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from packed_rows import assert_close, random_batch
+from runtime.packed_rows import assert_close, random_batch
 
 from dynajax.data import pad_rows
 from dynajax.meshes import Strategy

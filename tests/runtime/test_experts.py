@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from packed_rows import assert_close
+from runtime.packed_rows import assert_close
 
 from dynajax.errors import StrategyError
 from dynajax.meshes import Strategy

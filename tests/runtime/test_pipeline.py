@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from packed_rows import assert_close, tokens_of
+from runtime.packed_rows import assert_close, tokens_of
 
 from dynajax.meshes import Strategy
 from dynajax.models import packed_attention

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from one_step import assert_as_on_one_device, initial, mean, mesh_of, on_one_device, placed, stored_batch
-from packed_rows import assert_close, random_batch
+from runtime.one_step import assert_as_on_one_device, initial, mean, mesh_of, on_one_device, placed, stored_batch
+from runtime.packed_rows import assert_close, random_batch
 
 from dynajax.errors import LayoutError, StrategyError
 from dynajax.meshes import Strategy

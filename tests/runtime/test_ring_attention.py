@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from packed_rows import assert_close, tokens_of
+from runtime.packed_rows import assert_close, tokens_of
 
 from dynajax.errors import LayoutError
 from dynajax.meshes import Strategy
 from dynajax.models import packed_attention
-from dynajax.runtime import Tiling, contiguous, ring_attention, zigzag
+from dynajax.runtime import AttentionTiles, contiguous, ring_attention, zigzag
 
 DOCUMENTS = [[5, 3, 6], [13], [], [1, 1, 9]]
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 4
@@ -45,7 +45,9 @@ def place(mesh, arrays) -> Any:
     return [jax.device_put(x, NamedSharding(mesh, heads[x.ndim == 2])) for x in arrays]
 
 
-@pytest.mark.parametrize("tiling", [Tiling(512, one_row=False), Tiling(2, one_row=False), Tiling(2, one_row=True)])
+@pytest.mark.parametrize(
+    "tiling", [AttentionTiles(512, one_row=False), AttentionTiles(2, one_row=False), AttentionTiles(2, one_row=True)]
+)
 @pytest.mark.parametrize("order", [contiguous, zigzag])
 @pytest.mark.parametrize(
     ("strategy", "seq"), [("dp1", 15), ("dp2.tp2", 16), ("cp2", 16), ("cp3", 14), ("cp4", 15), ("dp2.cp2.tp2", 16)]
@@ -64,7 +66,7 @@ def test_values_and_gradients_are_those_of_plain_attention(strategy, seq, order,
 def test_PACK_1_a_document_does_not_see_another(order):
     q, k, v, segments, positions, _ = arguments([[5, 3]], 8)
     mesh, order = mesh_of("cp2"), order(8, 2)
-    ring: Any = jax.jit(ring_attention(mesh, tiling=Tiling(2, one_row=True)))
+    ring: Any = jax.jit(ring_attention(mesh, tiling=AttentionTiles(2, one_row=True)))
 
     def second_document(k, v):
         out = ring(*place(mesh, order.arrange((q, k, v, segments, positions))))
@@ -87,7 +89,10 @@ def test_a_step_of_the_ring_stores_no_scores_of_the_whole_row():
         assert memory is not None
         return memory.temp_size_in_bytes
 
-    assert bytes_needed(ring_attention(mesh, tiling=Tiling(16, one_row=False)), place(mesh, args)) < whole_scores / 2
+    assert (
+        bytes_needed(ring_attention(mesh, tiling=AttentionTiles(16, one_row=False)), place(mesh, args))
+        < whole_scores / 2
+    )
     assert bytes_needed(packed_attention, args) > whole_scores
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from small_runs import DOCUMENTS, MODEL
+from train.small_runs import DOCUMENTS, MODEL
 
 from dynajax.balance import MicroBatch, Planner, load_profile, save_profile
 from dynajax.balance.fit import SHARED_BY

@@ -52,13 +52,13 @@ def test_subtract_leaves_what_no_cut_covers_once(data, rank):
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(st.data(), ranks)
-def test_atoms_have_the_same_union_and_lie_inside_or_outside_every_box(data, rank):
+def test_cells_have_the_same_union_and_lie_inside_or_outside_every_box(data, rank):
     lo, hi = data.draw(box_lists(rank))
-    atoms = algebra.refine(lo, hi)
-    assert (algebra.volumes(*atoms) > 0).all()
-    np.testing.assert_array_equal(counts(*atoms), masks(lo, hi).any(axis=0).astype(int))
-    inside = (masks(*atoms)[:, None] & masks(lo, hi)[None]).reshape(len(atoms[0]), len(lo), SIDE**rank).sum(axis=2)
-    assert ((inside == 0) | (inside == algebra.volumes(*atoms)[:, None])).all()
+    cells = algebra.refine(lo, hi)
+    assert (algebra.volumes(*cells) > 0).all()
+    np.testing.assert_array_equal(counts(*cells), masks(lo, hi).any(axis=0).astype(int))
+    inside = (masks(*cells)[:, None] & masks(lo, hi)[None]).reshape(len(cells[0]), len(lo), SIDE**rank).sum(axis=2)
+    assert ((inside == 0) | (inside == algebra.volumes(*cells)[:, None])).all()
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)

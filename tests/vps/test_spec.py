@@ -141,3 +141,17 @@ def test_unreduced_axes_hold_parts_of_a_sum_and_copies_count_once(spec, parts, c
     assert len(tiling.padded) == 8 - 8 // copies
     assert tiling.devices.tolist() == list(range(8))
     assert (tiling.elements(8) == 32 * parts * copies // 8).all()
+
+
+@pytest.mark.parametrize(("pp", "holders"), [(1, [0, 1]), (2, [0, 1, 2, 3]), (3, [0, 1, 4, 5])])
+def test_a_tied_table_is_at_both_ends_and_nowhere_between(pp, holders):
+    space = Space(tuple(Tensor(p, s, "float32", 4) for p, s in (("w", (6, 2, 4)), ("embed", (6, 2)), ("head", (2, 6)))))
+    axes = {"w": ("layers", "embed", "mlp"), "embed": ("vocab", "embed"), "head": ("embed", "vocab")}
+    last, tied = frozenset({"head"}), frozenset({"embed"})
+    layout = strategy_layout(space, axes, Strategy.parse(f"pp{pp}.tp2"), last=last, tied=tied)
+    layout.validate()
+    table, head, _ = layout.tilings
+    assert table.devices.tolist() == holders
+    assert head.devices.tolist() == holders[-2:]
+    for device in holders:
+        assert table.region_of(device).lo.tolist() == [[3 * (device % 2), 0]]

@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec
 
 from dynajax.errors import LayoutError
 from dynajax.vps import Layout, Space, Tensor, Tiling, blocks, box, interval, mesh_tiling, stored_tiling
-from dynajax.vps.tiling import sums
+from dynajax.vps.tiling import segment_sum
 
 
 def test_flat_slices_with_padding_keep_their_logical_elements():
@@ -55,7 +55,7 @@ def test_empty_tensors_are_held_by_nobody_and_are_whole():
 
 def test_sums_are_exact_where_floats_are_not():
     big = 2**53
-    assert sums(np.array([0, 0, 1]), np.array([big, 1, big]), 2).tolist() == [big + 1, big]
+    assert segment_sum(np.array([0, 0, 1]), np.array([big, 1, big]), 2).tolist() == [big + 1, big]
 
 
 def test_a_device_that_holds_padding_alone_has_its_bytes():

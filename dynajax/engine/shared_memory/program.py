@@ -22,8 +22,8 @@ from dynajax.engine.request import Leaf
 from dynajax.engine.shared_memory.strided import StridedCopies, StridedCopy
 from dynajax.engine.stored import Endpoint
 from dynajax.planner import Move
-from dynajax.vps.region import Ints
-from dynajax.vps.tiling import sums
+from dynajax.types import Ints
+from dynajax.vps.tiling import segment_sum
 
 _ALIGNMENT = 64
 _WORTH_A_CALL = 1 << 15
@@ -217,11 +217,11 @@ class Lowering:
         passed_array, passed = located(leaf.targets, c.source_offset)
         target = to_array * count + c.target
         source = np.where(c.relayed, passed_array, len(allocations) + read_array) * count + c.source
-        filled = sums(target[~c.added], c.volumes[~c.added] * size, len(allocations) * count).reshape(-1, count)
+        filled = segment_sum(target[~c.added], c.volumes[~c.added] * size, len(allocations) * count).reshape(-1, count)
         rows = np.flatnonzero(~np.isin(c.target, list(allocations[0].copied)))
         read = [np.unique(c.source[rows[~c.relayed[rows] & (read_array[rows] == k)]]) for k in range(len(leaf.sources))]
         number, base = _table([*(a.buffers for a in allocations), *map(_each, read)], count)
-        present, phase = np.unique(c.turns, return_inverse=True)
+        present, phase = np.unique(c.phases, return_inverse=True)
         fixed = np.stack([phase.ravel(), c.added.astype(np.int64), number[target], number[source]], axis=1)
         copies = StridedCopies(
             fixed[rows],

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynajax.engine.host_view import View
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 _PASSES = 3
 """How many dims are looked for: layers, ranks and replicas may each be one."""

@@ -13,7 +13,7 @@ from dynajax.engine.xla.part import Part, need
 from dynajax.engine.xla.slices import Slices
 from dynajax.planner import Copies
 from dynajax.planner.messages import Messages
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 _MOST_KINDS = 4
 _MOST_OVER = 1.25
@@ -137,7 +137,7 @@ def _fitting(exchange: Exchange, messages: Sequence[Message], room: int) -> Iter
 
 def _sums(copies: Copies, kind: Ints) -> Ints | None:
     """Which sum of its receiver each copy is a part of, and which part; None if sums have unlike numbers of parts."""
-    turn = copies.turns
+    turn = copies.phases
     box = np.cumsum(turn == 0) - 1
     first = np.flatnonzero(turn == 0)
     count = np.bincount(box)

@@ -18,8 +18,8 @@ from dynajax.engine.xla.part import Part, need
 from dynajax.errors import LayoutError
 from dynajax.planner import Copies
 from dynajax.planner.messages import Messages, in_pieces
+from dynajax.types import Ints
 from dynajax.vps.algebra import expand
-from dynajax.vps.region import Ints
 
 NOWHERE = 2**31 - 1
 """The chunk of a target that does not exist: what comes for it is dropped."""
@@ -130,7 +130,7 @@ class _Chunks:
         """The messages that the copies make, measured in chunks; what is added goes in a phase of its own."""
         c = self.copies
         counts = c.volumes // self.size
-        return Messages.of(c.turns, c.source, c.target, np.zeros_like(counts), counts)
+        return Messages.of(c.phases, c.source, c.target, np.zeros_like(counts), counts)
 
     @cached_property
     def _ends(self) -> Ints:

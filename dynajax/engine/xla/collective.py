@@ -13,7 +13,7 @@ from dynajax.engine.xla.exchange import Collective, Exchange, Grid, Shape
 from dynajax.engine.xla.part import Part, need
 from dynajax.engine.xla.slices import Slices
 from dynajax.planner import Copies
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 _FEWEST = 4
 """Devices for which that is worth while."""

@@ -22,7 +22,7 @@ from dynajax.engine.xla.exchange import Exchange
 from dynajax.engine.xla.part import Part, travels
 from dynajax.engine.xla.slices import Slices
 from dynajax.planner import Copies
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 
 @dataclass(frozen=True, eq=False)

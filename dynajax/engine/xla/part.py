@@ -11,7 +11,7 @@ import numpy as np
 
 from dynajax.engine.xla.bitcast import wire_dtype
 from dynajax.engine.xla.exchange import Exchange, Message, Shape
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 Tables = Callable[[Ints], tuple[np.ndarray, np.ndarray]]
 """From devices of the group to the chunks of the source, and of the target, that their messages are made of in turn."""

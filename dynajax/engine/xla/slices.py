@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynajax.vps.region import Ints, dense_strides
+from dynajax.types import Ints
+from dynajax.vps.region import dense_strides
 
 
 @dataclass(frozen=True, eq=False)

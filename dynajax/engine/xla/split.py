@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dynajax.engine.xla.exchange import Cut, Exchange, Message, Shape, Slice, Starts, Sum
-from dynajax.vps.region import Ints
+from dynajax.types import Ints
 
 
 @dataclass(frozen=True)
