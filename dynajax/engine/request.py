@@ -114,164 +114,39 @@ def read(tree: Any, targets: Any, stored: Any = None, donate: Any = False) -> Re
     with_paths, before = jtu.tree_flatten_with_path(tree)
     paths, leaves = tuple(jtu.keystr(p) for p, _ in with_paths), [leaf for _, leaf in with_paths]
     says = [None] * len(paths) if stored is None else broadcast(stored, tree, paths, "tree of what is stored")
-    state = _State(paths, leaves, says, private.mesh_that_is_set(), _bools(donate, tree, paths))
-    if any(isinstance(x, Bundle) for x in jtu.tree_leaves((targets, stored), is_leaf=is_target)):
-        return state.regrouped(targets, before)
-    return state.as_it_is(broadcast(targets, tree, paths), before)
-
-
-def _bools(donate: Any, tree: Any, paths: Sequence[str]) -> tuple[bool, ...]:
-    """Whether each leaf is given up."""
-    if isinstance(donate, bool | np.bool_):
-        return (bool(donate),) * len(paths)
-    said = broadcast(donate, tree, paths, "tree of donate")
-    for path, one in zip(paths, said, strict=True):
-        if not isinstance(one, bool | np.bool_ | None):
-            raise TargetError(f"{path}: donate is a {type(one).__name__}; give True or False")
-    return tuple(bool(one) for one in said)
-
-
-@dataclass(frozen=True, eq=False)
-class _State:
-    """A state as it was given; see ``read``."""
-
-    paths: tuple[str, ...]
-    leaves: list[Any]
-    says: list[Any]
-    mesh: Mesh | None
-    donated: tuple[bool, ...]
-
-    def as_it_is(self, goals: Sequence[Any], treedef: jtu.PyTreeDef) -> Request:
-        """A move whose result has the tree of the state."""
-        moved = [k for k, leaf in enumerate(self.leaves) if is_array(leaf) and goals[k] is not None]
-        sources = {k: self._source(k) for k in moved}
-        targets = {k: self._target(k, goals[k], sources[k]) for k in moved}
-        told = {k: targets[k] for k in moved if self._is_local(k, sources[k], targets.values())}
-        moving = {k: end for k, end in sources.items() if k not in told}
-        devices = (d for end in (*moving.values(), *targets.values()) for d in end.stored.sharding.device_set)
-        # Several processes have to find the same, so between them only one object at two places counts.
-        first = self._first_alike(moving, all(d.process_index == d.client.process_index() for d in set(devices)))
-        readers: dict[int, list[int]] = {}
-        for k, at in first.items():
-            readers.setdefault(at, []).append(k)
-        ends = {k: replace(sources[k], tensors=len(of), repeats=tuple(of[1:])) for k, of in readers.items()}
-        found = [Leaf(self._tensor(k, sources[k]), (ends[at],), (targets[k],)) for k, at in first.items()]
-        stays = {k: k for k in range(len(self.leaves)) if k not in sources}
-        return self._request(found, treedef, treedef, stays, told)
-
-    def regrouped(self, targets: Any, before: jtu.PyTreeDef) -> Request:
-        """A move whose result has the tree of the targets; its tensors meet by name."""
-        arrays = [_Array.of(self.paths[k], self._source(k)) for k, leaf in enumerate(self.leaves) if is_array(leaf)]
-        seen: set[int] = set()
-        for array in arrays:
-            leaf = self.leaves[array.end.index]
-            if id(leaf) in seen:
-                raise TargetError(f"{array.path}: one array is at two places of the state; give each its own copy")
-            seen.add(id(leaf))
-        others = {path: k for k, path in enumerate(self.paths) if not is_array(self.leaves[k])}
-        tensors = _tensors(arrays)
-        with_paths, after = jtu.tree_flatten_with_path(targets, is_leaf=is_target)
-        made: list[_Array] = []
-        stays: dict[int, int] = {}
-        for index, (key, goal) in enumerate(with_paths):
-            path = jtu.keystr(key)
-            if path in others:
-                stays[index] = others[path]
-            else:
-                made.append(self._to_make(path, index, goal, tensors))
-        _require_places(tensors, made)
-        arrays, made, found = _unchanged(arrays, made)
-        found += _leaves(arrays, made, tensors)
-        return self._request(found, before, after, stays, {})
-
-    def _request(
-        self,
-        found: list[Leaf],
-        before: jtu.PyTreeDef,
-        after: jtu.PyTreeDef,
-        stays: dict[int, int],
-        told: dict[int, Endpoint],
-    ) -> Request:
-        ordered = tuple(sorted(found, key=lambda leaf: leaf.tensor.path))
-        like = tuple(ArraySpec.of(leaf) if is_array(leaf) else None for leaf in self.leaves)
-        return Request(ordered, before, after, like, self.paths, stays, told, self.donated)
-
-    def _source(self, k: int) -> Endpoint:
-        """Leaf ``k`` as it is said to be stored, with the sharding that it has."""
-        path, leaf, said = self.paths[k], self.leaves[k], self.says[k]
-        _require_movable(path, leaf)
-        shape = tuple(int(n) for n in leaf.shape)
-        sharding = checked_sharding(path, leaf.sharding, shape, self.mesh)
-        layout = private.layout_of(leaf)
-        if not isinstance(said, Stored | Bundle):
-            return Endpoint(k, Stored.plain(sharding, shape), ArraySpec.of(leaf), layout=layout)
-        if said.array_shape != shape:
-            raise TargetError(f"{path}: the array has shape {shape} and is said to be stored as {said.array_shape}")
-        return Endpoint(k, replace(said, sharding=sharding), ArraySpec.of(leaf), layout=layout)
-
-    def _target(self, k: int, goal: Any, source: Endpoint) -> Endpoint:
-        shape = self._tensor(k, source).shape
-        return Endpoint(k, target_of(self.paths[k], goal, shape, source.like.dtype, self.mesh), source.like)
-
-    def _tensor(self, k: int, source: Endpoint) -> Tensor:
-        assert isinstance(source.stored, Stored)
-        return replace(tensor(self.paths[k], source.like), shape=source.stored.shape)
-
-    def _to_make(self, path: str, index: int, goal: Any, tensors: dict[str, _Known]) -> _Array:
-        """An array of the result."""
-        if isinstance(goal, Bundle):
-            sharding = checked_sharding(path, goal.sharding, goal.array_shape, self.mesh)
-            for part in goal.parts:
-                _require_known(path, part, tensors)
-            like = tensors[goal.parts[0].tensor].like if goal.parts else ArraySpec((), None, sharding, False)
-            return _Array.of(path, Endpoint(index, replace(goal, sharding=sharding), like))
-        if path not in tensors:
-            raise TargetError(f"{path}: the state has no tensor of this name; it has {some(sorted(tensors))}")
-        if goal is None:
-            raise TargetError(f"{path}: the target is None; with bundles every array needs a sharding")
-        known = tensors[path]
-        stored = target_of(path, goal, known.tensor.shape, known.like.dtype, self.mesh)
-        return _Array.of(path, Endpoint(index, stored, known.like))
-
-    def _is_local(self, k: int, source: Endpoint, targets: Iterable[Endpoint]) -> bool:
-        """True for what every process has for itself, such as ``jnp.int32(0)``, in a job of several processes."""
-        if getattr(self.leaves[k], "committed", True):
-            return False
-        mine = {d.process_index for d in source.stored.sharding.device_set}
-        return any(d.process_index not in mine for end in targets for d in end.stored.sharding.device_set)
-
-    def _first_alike(self, sources: dict[int, Endpoint], by_buffers: bool) -> dict[int, int]:
-        """For each leaf the first that is the same array, stored alike: it is one array with several readers.
-
-        Args:
-            sources: the arrays by their leaf.
-            by_buffers: whether those that share all their buffers are the same.
-        """
-        known: dict[object, list[int]] = {}
-        first: dict[int, int] = {}
-        for k, end in sources.items():
-            alike = known.setdefault(_identity(self.leaves[k]) if by_buffers else id(self.leaves[k]), [])
-            same = [j for j in alike if sources[j].stored == end.stored and _shares_all(self.leaves[j], self.leaves[k])]
-            first[k] = same[0] if same else k
-            alike += [] if same else [k]
-        return first
+    mesh, after = private.mesh_that_is_set(), before
+    is_regrouped = any(isinstance(x, Bundle) for x in jtu.tree_leaves((targets, stored), is_leaf=is_target))
+    if is_regrouped:
+        named, after = jtu.tree_flatten_with_path(targets, is_leaf=is_target)
+        goals = [(jtu.keystr(path), goal) for path, goal in named]
+    else:
+        goals = list(zip(paths, broadcast(targets, tree, paths), strict=True))
+    place = {path: k for k, path in enumerate(paths)}
+    stays = {
+        k: place[path] for k, (path, goal) in enumerate(goals) if path in place and _stays(leaves[place[path]], goal)
+    }
+    left = set(stays.values())
+    sources = [
+        _Array.of(path, _source(k, path, leaves[k], says[k], mesh))
+        for k, path in enumerate(paths)
+        if is_array(leaves[k]) and k not in left
+    ]
+    tensors = _tensors(sources)
+    made = [_to_make(path, k, goal, tensors, mesh) for k, (path, goal) in enumerate(goals) if k not in stays]
+    _require_places(tensors, made)
+    told = {} if is_regrouped else _told(sources, made, leaves)
+    sources, made = ([array for array in side if array.end.index not in told] for side in (sources, made))
+    sources = _repeated(sources, made, leaves, is_regrouped)
+    sources, made, found = _unchanged(sources, made)
+    found += _leaves(sources, made, tensors)
+    like = tuple(ArraySpec.of(leaf) if is_array(leaf) else None for leaf in leaves)
+    ordered = tuple(sorted(found, key=lambda leaf: leaf.tensor.path))
+    return Request(ordered, before, after, like, paths, stays, told, _bools(donate, tree, paths))
 
 
 def is_array(leaf: Any) -> bool:
     """True for what has devices: arrays, what stands for them, and references, which are refused later."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | jax.Ref)
-
-
-def _require_movable(path: str, leaf: Any) -> None:
-    """Raise if a leaf is none that a move could carry exactly."""
-    if isinstance(leaf, jax.Ref):
-        raise TargetError(
-            f"{path}: the leaf is a reference, which a move cannot make anew; give the array in it, ref[...]"
-        )
-    if getattr(leaf, "sharding", None) is None:
-        raise TargetError(f"{path}: the leaf has no sharding; give jax.ShapeDtypeStruct(…, sharding=…) or an array")
-    if not (is_key(leaf) or jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_):
-        raise TargetError(f"{path}: a move carries numbers and keys, not {leaf.dtype}; take the leaf out of the state")
 
 
 def require_data(request: Request, leaves: Sequence[Any]) -> None:
@@ -289,22 +164,6 @@ def require_data(request: Request, leaves: Sequence[Any]) -> None:
             raise TargetError(f"{path}: the leaf is a {type(array).__name__} without data; give the array itself")
         if array.is_deleted():
             raise TargetError(f"{path}: the array was deleted or donated; give the state that the last step returned")
-
-
-def _identity(array: Any) -> object:
-    """Equal for arrays that may share all their buffers."""
-    if not isinstance(array, jax.Array) or isinstance(array, Tracer) or array.is_deleted() or not array.size:
-        return id(array)
-    pointers = private.pointers(array, 1)
-    return (pointers[0], array.shape, array.dtype) if pointers else id(array)
-
-
-def _shares_all(a: Any, b: Any) -> bool:
-    """True for one array, and for two with the same buffers in the same places."""
-    return a is b or (private.pointers(a) == private.pointers(b) and a.sharding == b.sharding)
-
-
-# Trees that differ before and after -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -346,6 +205,43 @@ class _Array:
         return frozenset(part.tensor for part in self.parts)
 
 
+def _stays(leaf: Any, goal: Any) -> bool:
+    """Whether a leaf of the state is a leaf of the result as it is."""
+    return goal is None or not is_array(leaf)
+
+
+def _bools(donate: Any, tree: Any, paths: Sequence[str]) -> tuple[bool, ...]:
+    """Whether each leaf is given up."""
+    if isinstance(donate, bool | np.bool_):
+        return (bool(donate),) * len(paths)
+    said = broadcast(donate, tree, paths, "tree of donate")
+    for path, one in zip(paths, said, strict=True):
+        if not isinstance(one, bool | np.bool_ | None):
+            raise TargetError(f"{path}: donate is a {type(one).__name__}; give True or False")
+    return tuple(bool(one) for one in said)
+
+
+def _source(k: int, path: str, leaf: Any, said: Any, mesh: Mesh | None) -> Endpoint:
+    """Leaf ``k`` as it is said to be stored, with the sharding that it has."""
+    _require_movable(path, leaf)
+    shape = tuple(int(n) for n in leaf.shape)
+    sharding = checked_sharding(path, leaf.sharding, shape, mesh)
+    stored = replace(said, sharding=sharding) if isinstance(said, Stored | Bundle) else Stored.plain(sharding, shape)
+    if stored.array_shape != shape:
+        raise TargetError(f"{path}: the array has shape {shape} and is said to be stored as {stored.array_shape}")
+    return Endpoint(k, stored, ArraySpec.of(leaf), layout=private.layout_of(leaf))
+
+
+def _require_movable(path: str, leaf: Any) -> None:
+    """Raise if a leaf is none that a move could carry exactly."""
+    if isinstance(leaf, jax.Ref):
+        raise TargetError(f"{path}: the leaf is a reference, which a move cannot make anew; give the array, ref[...]")
+    if getattr(leaf, "sharding", None) is None:
+        raise TargetError(f"{path}: the leaf has no sharding; give jax.ShapeDtypeStruct(…, sharding=…) or an array")
+    if not (is_key(leaf) or jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_):
+        raise TargetError(f"{path}: a move carries numbers and keys, not {leaf.dtype}; take the leaf out of the state")
+
+
 def _tensors(arrays: Sequence[_Array]) -> dict[str, _Known]:
     """The tensors that the source arrays store."""
     found: dict[str, _Known] = {}
@@ -357,17 +253,20 @@ def _tensors(arrays: Sequence[_Array]) -> dict[str, _Known]:
     return found
 
 
-def _require_places(tensors: dict[str, _Known], after: Sequence[_Array]) -> None:
-    """Raise unless every tensor of the state has a place in the result, and nothing else has."""
-    for array, part in ((a, part) for a in after for part in a.parts):
-        _require_known(array.path, part, tensors)
-    for array in after:
-        kinds = {tensors[path].tensor.dtype for path in array.tensors}
-        if len(kinds) > 1:
-            raise TargetError(f"{array.path}: one array cannot store tensors of {' and '.join(sorted(kinds))}")
-    lost = tensors.keys() - {path for array in after for path in array.tensors}
-    if lost:
-        raise TargetError(f"the targets have no place for {some(sorted(lost))}")
+def _to_make(path: str, index: int, goal: Any, tensors: dict[str, _Known], mesh: Mesh | None) -> _Array:
+    """An array of the result."""
+    if isinstance(goal, Bundle):
+        sharding = checked_sharding(path, goal.sharding, goal.array_shape, mesh)
+        for part in goal.parts:
+            _require_known(path, part, tensors)
+        like = tensors[goal.parts[0].tensor].like if goal.parts else ArraySpec((), None, sharding, False)
+        return _Array.of(path, Endpoint(index, replace(goal, sharding=sharding), like))
+    if path not in tensors:
+        raise TargetError(f"{path}: the state has no tensor of this name; it has {some(sorted(tensors))}")
+    known = tensors[path]
+    return _Array.of(
+        path, Endpoint(index, target_of(path, goal, known.tensor.shape, known.like.dtype, mesh), known.like)
+    )
 
 
 def _require_known(path: str, part: Part, tensors: dict[str, _Known]) -> None:
@@ -376,6 +275,72 @@ def _require_known(path: str, part: Part, tensors: dict[str, _Known]) -> None:
     if known is None or known.tensor.shape != part.shape:
         has = f"only {some(sorted(tensors))}" if known is None else known.tensor
         raise TargetError(f"{path}: is to store {part.tensor} of shape {part.shape}; the state has {has}")
+
+
+def _require_places(tensors: dict[str, _Known], made: Sequence[_Array]) -> None:
+    """Raise unless every tensor of the state has a place in the result, and no array is of two dtypes."""
+    for array in made:
+        for part in array.parts:
+            _require_known(array.path, part, tensors)
+        kinds = {tensors[path].tensor.dtype for path in array.tensors}
+        if len(kinds) > 1:
+            raise TargetError(f"{array.path}: one array cannot store tensors of {' and '.join(sorted(kinds))}")
+    lost = tensors.keys() - {path for array in made for path in array.tensors}
+    if lost:
+        raise TargetError(f"the targets have no place for {some(sorted(lost))}")
+
+
+def _devices(arrays: Iterable[_Array]) -> set[jax.Device]:
+    return {device for array in arrays for device in array.end.stored.sharding.device_set}
+
+
+def _told(sources: Sequence[_Array], made: Sequence[_Array], leaves: Sequence[Any]) -> dict[int, Endpoint]:
+    """What every process has for itself, such as ``jnp.int32(0)``, in a job of several processes."""
+    several = len({device.process_index for device in _devices((*sources, *made))}) > 1
+    local = {s.end.index for s in sources if several and not getattr(leaves[s.end.index], "committed", True)}
+    return {array.end.index: array.end for array in made if array.end.index in local}
+
+
+def _repeated(
+    sources: Sequence[_Array], made: Sequence[_Array], leaves: Sequence[Any], is_regrouped: bool
+) -> list[_Array]:
+    """The source arrays, with one end for an array that is at several places.
+
+    Several processes have to find the same, so between them only one object at two places counts, not arrays that share
+    buffers here.
+    """
+    alone = all(d.process_index == d.client.process_index() for d in _devices((*sources, *made)))
+    known: dict[object, list[_Array]] = {}
+    first: dict[int, _Array] = {}
+    for array in sources:
+        leaf = leaves[array.end.index]
+        alike = known.setdefault(_identity(leaf) if alone else id(leaf), [])
+        same = [a for a in alike if a.end.stored == array.end.stored and _shares_all(leaves[a.end.index], leaf)]
+        if same and is_regrouped:
+            raise TargetError(f"{array.path}: one array is at two places of the state; give each its own copy")
+        first[array.end.index] = same[0] if same else array
+        alike += [] if same else [array]
+    readers: dict[int, list[int]] = {}
+    for k, array in first.items():
+        readers.setdefault(array.end.index, []).append(k)
+    ends = {
+        k: replace(first[k].end, tensors=max(len(of), first[k].end.tensors), repeats=tuple(of[1:]))
+        for k, of in readers.items()
+    }
+    return [replace(array, end=ends[first[array.end.index].end.index]) for array in sources]
+
+
+def _identity(array: Any) -> object:
+    """Equal for arrays that may share all their buffers."""
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer) or array.is_deleted() or not array.size:
+        return id(array)
+    pointers = private.pointers(array, 1)
+    return (pointers[0], array.shape, array.dtype) if pointers else id(array)
+
+
+def _shares_all(a: Any, b: Any) -> bool:
+    """True for one array, and for two with the same buffers in the same places."""
+    return a is b or (private.pointers(a) == private.pointers(b) and a.sharding == b.sharding)
 
 
 def _unchanged(before: list[_Array], after: list[_Array]) -> tuple[list[_Array], list[_Array], list[Leaf]]:

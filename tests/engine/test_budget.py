@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 import dynajax as dj
 from dynajax.engine import Bundle, programs, shared_memory, uninitialised, xla
 from dynajax.engine import _jax_private as private
-from dynajax.engine.transport import PATHS, Path
 from dynajax.engine.shared_memory import SharedMemory
+from dynajax.engine.transport import PATHS, Path
 from dynajax.engine.waves import words_and_grain
 from dynajax.errors import BudgetError, TargetError
 from dynajax.vps import bucket_parts

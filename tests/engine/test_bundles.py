@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 import dynajax as dj
 from dynajax.engine import Bundle, Stored, prepare_reshard, uninitialised
 from dynajax.engine.host_view import bytes_of
-from dynajax.engine.transport import PATHS, Path
 from dynajax.engine.places import Places, layouts
 from dynajax.engine.regroup import read
+from dynajax.engine.transport import PATHS, Path
 from dynajax.errors import BudgetError, CheckError, TargetError
 from dynajax.meshes import Tier, Topology
 from dynajax.planner import build_plan, verify

@@ -19,10 +19,10 @@ from dynajax.engine.dtypes import is_packed
 from dynajax.engine.host_view import word_of
 from dynajax.engine.memories import Memories, located
 from dynajax.engine.request import Leaf
-from dynajax.engine.shared_memory.strided import StridedCopies, StridedCopy
 from dynajax.engine.stored import Endpoint
 from dynajax.planner import Move
 from dynajax.types import Ints
+from dynajax.vps.strided import StridedCopies, StridedCopy
 from dynajax.vps.tiling import segment_sum
 
 _ALIGNMENT = 64

@@ -10,20 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dynajax.engine.dtypes import bits_of
+from dynajax.planner.exchanges.part import wire_dtype
 
 _UNSIGNED = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16}
-
-
-def wire_dtype(dtype: Any) -> np.dtype[Any]:
-    """The dtype that elements travel as, of the same storage."""
-    dtype = np.dtype(dtype)
-    if dtype == np.bool_ or bits_of(dtype) < 8:
-        return np.dtype(np.uint8)
-    small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return np.dtype(_UNSIGNED[8 * dtype.itemsize]) if small else dtype
 
 
 def to_wire(x: jax.Array) -> jax.Array:
@@ -40,6 +31,6 @@ def from_wire(x: jax.Array, dtype: Any) -> jax.Array:
     """The inverse of ``to_wire``."""
     if wire_dtype(dtype) == dtype:
         return x
-    if dtype == np.bool_:
+    if dtype == jnp.bool_:
         return x.astype(jnp.bool_)
     return jax.lax.bitcast_convert_type(x.astype(_UNSIGNED[bits_of(dtype)]), dtype)

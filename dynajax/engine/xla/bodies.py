@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dynajax.engine.xla.bitcast import from_wire, to_wire, wire_dtype
-from dynajax.engine.xla.exchange import Collective, Cut, Exchange, Grid, Message, Shape, Slice
+from dynajax.engine.xla.bitcast import from_wire, to_wire
+from dynajax.planner.exchanges.exchange import Collective, Cut, Exchange, Grid, Message, Shape, Slice
+from dynajax.planner.exchanges.part import wire_dtype
 
 AXIS = "device"
 Blocks = Sequence[jax.Array]

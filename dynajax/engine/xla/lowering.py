@@ -19,13 +19,12 @@ from dynajax.engine.memories import Memories, located
 from dynajax.engine.request import Leaf
 from dynajax.engine.spmd import of_this_process
 from dynajax.engine.stored import Endpoint
-from dynajax.engine.xla.bitcast import wire_dtype
-from dynajax.engine.xla.exchange import Exchange
-from dynajax.engine.xla.groups import Group, groups_of, taken
-from dynajax.engine.xla.part import need
 from dynajax.engine.xla.programs import Program, Step
 from dynajax.engine.xla.steps import Placed, Steps
 from dynajax.planner import Copies, Move, Plan
+from dynajax.planner.exchanges.exchange import Exchange
+from dynajax.planner.exchanges.groups import Group, groups_of, taken
+from dynajax.planner.exchanges.part import need, wire_dtype
 
 _MOST_ARRAYS = 16
 """Arrays alike that a program is made for at once: it takes as long to compile as they are many."""

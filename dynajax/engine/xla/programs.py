@@ -20,9 +20,10 @@ from jax.sharding import PartitionSpec
 from dynajax.engine import _jax_private as private
 from dynajax.engine.spmd import Devices, Shape, mesh_of, over, spec_of
 from dynajax.engine.xla import bodies
-from dynajax.engine.xla.bitcast import from_wire, wire_dtype
+from dynajax.engine.xla.bitcast import from_wire
 from dynajax.engine.xla.bodies import Given
-from dynajax.engine.xla.exchange import Exchange, Message
+from dynajax.planner.exchanges.exchange import Exchange, Message
+from dynajax.planner.exchanges.part import wire_dtype
 
 _KEPT = 1 << 14
 

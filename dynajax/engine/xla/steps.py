@@ -9,11 +9,10 @@ from functools import cached_property
 import jax.numpy as jnp
 
 from dynajax.engine.spmd import Devices, Shape, of_this_process
-from dynajax.engine.xla.bitcast import wire_dtype
-from dynajax.engine.xla.exchange import Exchange
-from dynajax.engine.xla.part import Part, need
 from dynajax.engine.xla.programs import Program, Step, payload_shape
-from dynajax.engine.xla.split import Split
+from dynajax.planner.exchanges.exchange import Exchange
+from dynajax.planner.exchanges.part import Part, need, wire_dtype
+from dynajax.planner.exchanges.split import Split
 
 Placed = tuple[Program, Devices]
 """A program and where it runs."""

@@ -21,14 +21,14 @@ from dynajax.engine.request import Request
 from dynajax.engine.spmd import Devices, Shape, blocks_of, joined, of_this_process, rows, told
 from dynajax.engine.stored import Endpoint
 from dynajax.engine.transport import Path, Shards
-from dynajax.engine.xla.bitcast import wire_dtype
-from dynajax.engine.xla.by_chunk import NOWHERE
 from dynajax.engine.xla.lowering import Finish, Launch, Lowering, StagePrograms
 from dynajax.engine.xla.programs import Loaded, load, payload_shape
-from dynajax.engine.xla.split import Half
 from dynajax.engine.xla.steps import Placed, Steps
 from dynajax.errors import BudgetError
 from dynajax.planner import Plan
+from dynajax.planner.exchanges.by_chunk import NOWHERE
+from dynajax.planner.exchanges.part import wire_dtype
+from dynajax.planner.exchanges.split import Half
 
 _SHARE = 2
 """One part in so many of the budget is for programs at most."""

@@ -13,11 +13,11 @@ from functools import cached_property
 
 import numpy as np
 
-from dynajax.engine.xla.exchange import Exchange, Message
-from dynajax.engine.xla.part import Part, need
 from dynajax.errors import LayoutError
-from dynajax.planner import Copies
-from dynajax.planner.messages import Messages, in_pieces
+from dynajax.planner.exchanges.exchange import Exchange, Message
+from dynajax.planner.exchanges.messages import Messages, in_pieces
+from dynajax.planner.exchanges.part import Part, need
+from dynajax.planner.route import Copies
 from dynajax.types import Ints
 from dynajax.vps.algebra import expand
 

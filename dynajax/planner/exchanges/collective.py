@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from dynajax.engine.xla.exchange import Collective, Exchange, Grid, Shape
-from dynajax.engine.xla.part import Part, need
-from dynajax.engine.xla.slices import Slices
-from dynajax.planner import Copies
+from dynajax.planner.exchanges.exchange import Collective, Exchange, Grid, Shape
+from dynajax.planner.exchanges.part import Part, need
+from dynajax.planner.exchanges.slices import Slices
+from dynajax.planner.route import Copies
 from dynajax.types import Ints
 
 _FEWEST = 4

@@ -8,11 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
-from dynajax.engine.xla.exchange import Cut, Exchange, Message, Shape, Slice, Starts, Sum
-from dynajax.engine.xla.part import Part, need
-from dynajax.engine.xla.slices import Slices
-from dynajax.planner import Copies
-from dynajax.planner.messages import Messages
+from dynajax.planner.exchanges.exchange import Cut, Exchange, Message, Shape, Slice, Starts, Sum
+from dynajax.planner.exchanges.messages import Messages
+from dynajax.planner.exchanges.part import Part, need
+from dynajax.planner.exchanges.slices import Slices
+from dynajax.planner.route import Copies
 from dynajax.types import Ints
 
 _MOST_KINDS = 4

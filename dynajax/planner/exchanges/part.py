@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (numpy knows small floats by name once it is there)
 import numpy as np
 
-from dynajax.engine.xla.bitcast import wire_dtype
-from dynajax.engine.xla.exchange import Exchange, Message, Shape
+from dynajax.planner.exchanges.exchange import Exchange, Message, Shape
 from dynajax.types import Ints
 
 Tables = Callable[[Ints], tuple[np.ndarray, np.ndarray]]
@@ -30,6 +30,15 @@ class Part:
     exchange: Exchange
     shifts: Shape = ()
     tables: Tables | None = None
+
+
+def wire_dtype(dtype: Any) -> np.dtype[Any]:
+    """The dtype of the same storage that elements travel as: what XLA could change the bits of goes as integers.
+
+    Those are floats of less than four bytes, with which it computes as larger ones, and numbers of less than a byte.
+    """
+    dtype = np.dtype(dtype)
+    return dtype if dtype.kind in "iuc" or dtype.itemsize >= 4 else np.dtype(f"uint{8 * dtype.itemsize}")
 
 
 def travels(exchange: Exchange) -> int:
@@ -61,7 +70,7 @@ def need(exchange: Exchange) -> int:
     """
     wire = wire_dtype(exchange.dtype)
     shards = math.prod(exchange.source) + math.prod(exchange.target)
-    retyped = shards * (wire != jnp.dtype(exchange.dtype))
+    retyped = shards * (wire != np.dtype(exchange.dtype))
     if exchange.collective is not None:
         return wire.itemsize * (3 * exchange.devices * box_elements(exchange) + retyped)
     sent = 2 * sum(elements(exchange, message) for message in exchange.messages)

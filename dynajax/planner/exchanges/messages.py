@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dynajax.planner.colouring import coloured
+from dynajax.planner.exchanges.colouring import coloured
 from dynajax.types import Ints
 from dynajax.vps.tiling import segment_sum
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dynajax.engine.xla.exchange import Cut, Exchange, Message, Shape, Slice, Starts, Sum
+from dynajax.planner.exchanges.exchange import Cut, Exchange, Message, Shape, Slice, Starts, Sum
 from dynajax.types import Ints
 
 

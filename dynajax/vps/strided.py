@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dynajax.engine.host_view import View
 from dynajax.types import Ints
 
 _PASSES = 3
@@ -49,7 +49,7 @@ class StridedCopy(NamedTuple):
         """Bytes to copy."""
         return math.prod(self.extent) * self.dtype.itemsize
 
-    def views(self, buffers: Sequence[View]) -> tuple[View, View]:
+    def views(self, buffers: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
         """What to fill, and from what."""
         filled, read, dtype, extent, to, to_stride, origin, origin_stride, _ = self
         return (

@@ -14,14 +14,13 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from dynajax.engine.xla.bitcast import wire_dtype
-from dynajax.engine.xla.by_box import by_box
-from dynajax.engine.xla.by_chunk import by_chunk
-from dynajax.engine.xla.collective import by_collective
-from dynajax.engine.xla.exchange import Exchange
-from dynajax.engine.xla.part import Part, travels
-from dynajax.engine.xla.slices import Slices
-from dynajax.planner import Copies
+from dynajax.planner.exchanges.by_box import by_box
+from dynajax.planner.exchanges.by_chunk import by_chunk
+from dynajax.planner.exchanges.collective import by_collective
+from dynajax.planner.exchanges.exchange import Exchange
+from dynajax.planner.exchanges.part import Part, travels, wire_dtype
+from dynajax.planner.exchanges.slices import Slices
+from dynajax.planner.route import Copies
 from dynajax.types import Ints
 
 
