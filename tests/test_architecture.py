@@ -44,6 +44,9 @@ PURE_THIRD_PARTY = ("numpy", "scipy", "ml_dtypes", "dynajax")
 PURE_JAX = ("sharding", "tree_util")
 IMPURE_STDLIB = {"asyncio", "datetime", "multiprocessing", "os", "random", "socket", "subprocess", "threading", "time"}
 
+MIRRORED = ("vps", "planner")
+"""Packages whose tests lie and are named as their modules."""
+
 JAX_SEAM = "dynajax.engine._jax_private"
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "shared", "util", "utils"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
@@ -242,6 +245,17 @@ def _circle(graph: Mapping[str, Set[str]], start: str) -> list[str]:
     return []
 
 
+def untested_modules(files: Sequence[Source]) -> Iterator[str]:
+    """Modules of the packages in MIRRORED without a test module at their place and of their name."""
+    paths = {source.path for source in files}
+    for source in files:
+        package, _, name = source.module.rpartition(".")
+        if source.layer in MIRRORED and not source.path.endswith("__init__.py"):
+            test = f"tests/{package.removeprefix('dynajax.').replace('.', '/')}/test_{name}.py"
+            if test not in paths:
+                yield f"{source.path}: has no tests in {test}"
+
+
 CODE_RULES = [
     upward_imports,
     impure_imports,
@@ -261,6 +275,10 @@ def test_the_code_keeps_the_rule(rule: Callable[[Source], Iterator[str]]):
 
 def test_no_modules_import_one_another_in_a_circle():
     assert not list(import_circles(sources()))
+
+
+def test_modules_have_tests_of_their_own():
+    assert not list(untested_modules(sources()))
 
 
 def test_no_text_has_unfinished_notes_or_paths_of_a_machine():
@@ -345,6 +363,13 @@ def modules(**texts: str) -> list[Source]:
 def test_a_circle_of_imports_is_told_from_a_chain(bad: list[Source], good: list[Source]):
     assert list(import_circles(bad))
     assert not list(import_circles(good))
+
+
+def test_a_module_without_tests_is_told_from_one_with_them():
+    region = code("", "dynajax.planner.stages.region")
+    package = Source("dynajax/planner/__init__.py", "", "dynajax.planner")
+    assert list(untested_modules([package, region, Source("tests/planner/test_region.py", "")]))
+    assert not list(untested_modules([package, region, Source("tests/planner/stages/test_region.py", "")]))
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def broadcast(given: Any, tree: Any, paths: Sequence[str], what: str = "target t
     if given is not None and is_target(given):
         return [given] * len(paths)
     try:
-        return jtu.tree_leaves(jax.tree.broadcast(given, tree, is_leaf=is_target), is_leaf=is_target)
+        spread = jax.tree.broadcast(given, tree, is_leaf=is_target)
     except ValueError as error:
         named = [jtu.keystr(p) for p, _ in jtu.tree_leaves_with_path(given, is_leaf=is_target)]
         missing = [p for p in paths if not any(p.startswith(g) for g in named)]
@@ -52,6 +52,8 @@ def broadcast(given: Any, tree: Any, paths: Sequence[str], what: str = "target t
         told = [f"{word}: {some(names)}" for word, names in (("missing", missing), ("extra", extra)) if names]
         reason = "; ".join(told) or str(error).splitlines()[0]
         raise TargetError(f"the {what} does not fit the state; {reason}") from None
+    leaves, goals = (jtu.tree_leaves(x, is_leaf=is_target) for x in (tree, spread))
+    return [goal for leaf, goal in zip(leaves, goals, strict=True) if leaf is not None]
 
 
 def devices_named(*trees: Any) -> set[jax.Device]:

@@ -1,4 +1,4 @@
-"""Two layouts and a budget make a plan: diff, find sources, order in stages."""
+"""From two layouts and a budget to a plan: diff, choose sources, order in stages."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _require_one_space(source: Layout, target: Layout) -> None:
 
 
 def _packed(moves: tuple[Move, ...], devices: int, budget: int, donate: bool, topology: Topology | None) -> Plan:
-    """The plan with its pieces cut and staged; a stage is the tensors that have a piece in it."""
+    """The plan of stages that cut pieces; a stage lists the tensors that have a slice in it."""
     routes = distinct_routes(moves)
     source, target = (
         sum(
@@ -104,7 +104,12 @@ def _packed(moves: tuple[Move, ...], devices: int, budget: int, donate: bool, to
 
 
 def _by_geometry(source: Layout, target: Layout) -> list[tuple[Tiling, Tiling, bool, list[int]]]:
-    """Distinct pairs of tilings, whether their tensors have arrays of their own (buffers that may stay), and which."""
+    """Group the tensors whose moves are alike.
+
+    Returns:
+        For each group: its source tiling, its target tiling, whether its tensors have arrays of their own (so
+        that their buffers may stay), and the rows of its tensors in the space.
+    """
     shared = frozenset[int]().union(*(x.arrays.shared for x in (source, target) if x.arrays is not None))
     found: dict[tuple[bytes, bytes, bool], tuple[Tiling, Tiling, bool, list[int]]] = {}
     for k, (before, after) in enumerate(zip(source.tilings, target.tilings, strict=True)):
@@ -116,7 +121,7 @@ def _by_geometry(source: Layout, target: Layout) -> list[tuple[Tiling, Tiling, b
 def _allocations(
     moves: tuple[Move, ...], source: Arrays | None, target: Arrays | None, devices: int, keep: frozenset[int]
 ) -> Allocations:
-    """Bytes of every array on every device, counted once for each geometry."""
+    """Bytes that every tensor allocates and frees on every device; tensors of one route are counted once."""
     counts: dict[int, tuple[np.ndarray, ...]] = {}
     rows: list[tuple[np.ndarray, ...]] = []
     for move in moves:

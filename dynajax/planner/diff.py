@@ -1,9 +1,9 @@
 """Diff of two tilings: the pieces that target devices need, and who could give each.
 
-The distinct source boxes are cut into cells (disjoint boxes with a fixed set of holders; on a grid
-they are the boxes themselves), the target boxes likewise where asked. A piece is one cell ∩ one target
-box. A need is a piece for one device: any holder of the cell has it. What a device needs and holds
-itself is retained, never sent.
+The distinct source boxes are cut into cells: disjoint boxes, each with a fixed set of holders. Boxes on a grid are
+cells as they are. If pieces shall be disjoint, target boxes are cut in the same way. A piece is what one cell and one
+target box have in common, and a need is a piece that one device needs: it can come from any holder of the cell. A need
+that its own device holds is retained, never sent.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Move:
 
     @property
     def copies(self) -> Copies:
-        """What all other target devices are made of."""
+        """The copies that fill the buffers of all other target devices."""
         return self.route.copies
 
 
@@ -142,7 +142,7 @@ class Plan:
 
     @property
     def bytes_retained(self) -> int:
-        """Bytes that are used where they are: of the target, or of parts of its sums."""
+        """Bytes of the target, or of parts of its sums, that the device which needs them holds already."""
         summed = sum(int(route.volumes[route.added].sum()) * itemsize for route, itemsize in self.routes)
         return self.bytes_needed + summed - self.bytes_moved
 
@@ -187,7 +187,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for the same move however it was written down and wherever it was planned."""
+        """A hash of the move: equal wherever the same move is planned, in whichever order its tensors were given."""
         facts = self.budget, self.donate, self.granularity.value, self.stages, sorted(self.keep)
         digest = hashlib.sha256(repr(facts).encode())
         for arrays in (self.source_arrays, self.target_arrays):

@@ -1,4 +1,4 @@
-"""Routes: where one geometry's pieces come from. A value, shared by all tensors that have the geometry.
+"""Routes: who sends which piece to whom, for one pair of tilings. Tensors with that pair of tilings share a route.
 
 If the source is partial, a box of the target has a piece from every holder: the first is written, the others are
 added to it in the order of their rows.
@@ -63,7 +63,7 @@ class Copies:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """How one geometry gets from a tiling to another.
+    """How tensors get from one tiling to another.
 
     Attributes:
         source, target: who holds what before and after.

@@ -1,14 +1,13 @@
 """Flat layouts: optimizer state as ZeRO-1 cuts it, over data-parallel ranks and across tensor borders.
 
-Each model-parallel rank lays its shards end to end in a bucket, layer by layer, and the ranks that
-would otherwise hold copies of the bucket take equal slices of it (Rajbhandari et al., 2020). What a
-slice has of a tensor is one run of that tensor's elements, so it is a few boxes. Experts fold over the
-devices of a pipeline stage in their own way and have a bucket of their own, in which a layer is laid out
-expert by expert.
+Each model-parallel rank lays its shards end to end in a bucket, layer by layer, and the ranks that would otherwise hold
+copies of the bucket take equal slices of it (Rajbhandari et al., 2020). What a slice has of a tensor is one run of that
+tensor's elements, so it is a few boxes. Experts fold over the devices of a pipeline stage in their own way and have a
+bucket of their own, in which a layer is laid out expert by expert.
 
 The order inside a layer, or inside an expert of a layer, is that of published systems (Shoeybi et al., Megatron-LM,
-2019): kernels as they run, each with its output dim slowest, those alike side by side (gate with up, k with v) taking
-turns in blocks.
+2019): kernels as they run, each with its output dim slowest; kernels that are alike (gate and up, k and v) are
+interleaved in blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from dynajax.vps.spec import Fold, cut_boxes, fold, is_expert
 from dynajax.vps.tiling import Layout, Tiling
 
 BLOCKS = 8
-"""Blocks in which tensors of a layer that are alike take turns, so that each rank has its share of all of them."""
+"""Blocks of each tensor when tensors of a layer that are alike are interleaved, so that every slice has some of all."""
 
 
 def zero1_layout(
@@ -60,17 +59,17 @@ def zero1_layout(
     tilings: dict[str, Tiling] = {}
     for experts in (False, True):
         tensors = sorted(
-            (t for t in space if is_expert(axes[t.path]) == experts), key=lambda t: _turn(t.path, axes[t.path])
+            (t for t in space if is_expert(axes[t.path]) == experts), key=lambda t: _running_order(t.path, axes[t.path])
         )
         if tensors:
-            place = fold(strategy, experts, devices)
-            shards = [_shards(place, t, axes[t.path], rules, t.path in last) for t in tensors]
-            tilings |= zip((t.path for t in tensors), _tilings(place, shards), strict=True)
+            folded = fold(strategy, experts, devices)
+            shards = [_shards(folded, t, axes[t.path], rules, t.path in last) for t in tensors]
+            tilings |= zip((t.path for t in tensors), _tilings(folded, shards), strict=True)
     return Layout(space, tuple(tilings[t.path] for t in space))
 
 
-def _turn(path: str, axes: Sequence[str | None]) -> tuple[str, bool, str]:
-    """Sorts tensors in the order in which they run."""
+def _running_order(path: str, axes: Sequence[str | None]) -> tuple[str, bool, str]:
+    """A sort key: the order in which tensors run."""
     return path.rpartition("[")[0], _writes(axes), path
 
 
@@ -94,7 +93,7 @@ class _Shards:
     Attributes:
         shape: of the whole tensor.
         order: its dims in the order in which a bucket stores them, the slowest first.
-        kind: equal for neighbours that take turns in blocks.
+        kind: equal for neighbours that are interleaved in blocks.
         layers: how many layers there are; 0 for a tensor without.
         experts: how many experts of a layer each rank has, shape (ranks,); 1 for a tensor that has none.
         last: a tensor without layers is on the last pipeline stage, not the first.
@@ -116,18 +115,18 @@ class _Shards:
         return algebra.volumes(self.lo, self.hi) // max(self.layers, 1) // np.maximum(self.experts, 1)
 
 
-def _shards(place: Fold, tensor: Tensor, axes: Sequence[str | None], rules: Rules, last: bool) -> _Shards:
+def _shards(folded: Fold, tensor: Tensor, axes: Sequence[str | None], rules: Rules, last: bool) -> _Shards:
     order = _storage_order(axes, len(tensor.shape))
     layers = tensor.shape[order[0]] if "layers" in axes else 0
     kind = (tensor.path.rpartition("[")[0], tensor.shape, tuple(axes))
-    lo, hi = cut_boxes(place.model, tensor.shape, axes, rules)
+    lo, hi = cut_boxes(folded.model, tensor.shape, axes, rules)
     experts = (hi - lo)[:, axes.index("expert")] if layers and is_expert(axes) else np.ones(len(lo), np.int64)
     return _Shards(tensor.shape, order, kind, layers, experts, last, lo, hi)
 
 
-def _tilings(place: Fold, shards: Sequence[_Shards]) -> list[Tiling]:
+def _tilings(folded: Fold, shards: Sequence[_Shards]) -> list[Tiling]:
     """Lay the shards end to end on each (pipeline stage, model rank) and cut the buckets over the data ranks."""
-    stages, slices, _ = place.devices.shape
+    stages, slices, _ = folded.devices.shape
     heights = {(s.layers, int(s.experts.sum())) for s in shards if s.layers}
     if len(heights) > 1:
         raise LayoutError(
@@ -136,7 +135,7 @@ def _tilings(place: Fold, shards: Sequence[_Shards]) -> list[Tiling]:
     first_layer = np.arange(stages + 1) * max((s.layers for s in shards), default=0) // stages
     parts = _Parts.of(shards, first_layer, stages)
     cuts = np.arange(slices + 1) * parts.total[..., None] // slices
-    return [_tiling(place, s, first_layer, parts.before(k, cuts)) for k, s in enumerate(shards)]
+    return [_tiling(folded, s, first_layer, parts.before(k, cuts)) for k, s in enumerate(shards)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,19 +190,19 @@ class _Parts:
         start = self.volumes[[k for k in peers if k < alike[0]]].sum(axis=0)
         borders = np.arange(BLOCKS + 1)[:, None] * self.volumes[tensor] // BLOCKS
         before = whole * self.volumes[tensor][:, None]
-        place = alike.index(tensor)
+        index = alike.index(tensor)
         for block in range(BLOCKS):
             size = borders[block + 1] - borders[block]
-            begin = start + len(alike) * borders[block] + place * size
+            begin = start + len(alike) * borders[block] + index * size
             before += np.clip(rest - begin[:, None], 0, size[:, None])
         return before
 
 
-def _tiling(place: Fold, shards: _Shards, first_layer: Ints, before: Ints) -> Tiling:
+def _tiling(folded: Fold, shards: _Shards, first_layer: Ints, before: Ints) -> Tiling:
     """Each device's run of the tensor's elements as boxes, dense in a buffer of its own.
 
     Args:
-        place: devices.
+        folded: the devices, as the tensor sees them.
         shards: the tensor.
         first_layer: first layer of each pipeline stage, and one past the last.
         before: elements before each slice border, shape (stages, ranks, slices + 1), counted in the stage.
@@ -216,7 +215,7 @@ def _tiling(place: Fold, shards: _Shards, first_layer: Ints, before: Ints) -> Ti
     stage, rank, part = np.nonzero(before[..., :-1] < before[..., 1:])
     start, stop = before[stage, rank, part], before[stage, rank, part + 1]
     corner, shape = lo[stage, rank][:, order], (hi - lo)[stage, rank][:, order]
-    holder = place.devices[stage, part, rank]
+    holder = folded.devices[stage, part, rank]
     holders: list[Ints] = [np.zeros(0, np.int64)]
     none = np.zeros((0, len(order)), np.int64)
     pieces = [Region(none, none, np.zeros(0, np.int64), none)]

@@ -1,10 +1,10 @@
 """The price of a plan in seconds, from a topology: what to expect before anything moves.
 
-A stage packs, exchanges in rounds, and unpacks. A message takes the latency of its link and its bytes over the
-link's speed; both directions go at once. A device goes through its rounds in order and begins the next when its
-partner there is free too; the next stage begins when all are done. How much rests on that is told by a second figure,
-for devices that wait for one another after every round. Packing, unpacking, sums and copies inside a device go at the
-speed of its memory. The floor is what the busiest link needs if it is never idle.
+A stage packs, exchanges in rounds, and unpacks. A message takes the latency of its link and its bytes over the link's
+speed; both directions go at once. A device goes through its rounds in order and begins the next when its partner there
+is free too; the next stage begins when all are done. A second figure, in lockstep, is for devices that all wait for one
+another after every round: the difference is what devices gain that go on by themselves. Packing, unpacking, sums and
+copies inside a device go at the speed of its memory. The floor is what the busiest link needs if it is never idle.
 """
 
 from __future__ import annotations

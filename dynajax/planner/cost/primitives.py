@@ -1,8 +1,8 @@
 """Primitives: which parts of a plan are a broadcast, scatter, gather, all-gather or all-to-all, or a sum of their kind.
 
-Devices that exchange pieces of one geometry, directly or through others, form a group. The group's pieces say
-what it does; what has no name is point to point. A name is a chance, not a duty: a transport that has a fast
-broadcast may use it, and one that has not sends the pieces of each pair in one message.
+Devices that exchange pieces of one route, directly or through others, form a group, and the pattern of its pieces has a
+name. Patterns without one of these names are point to point. For analysis: no transport of dynajax looks at the names.
+A transport with a fast broadcast could use it, and one without sends the pieces of each pair in one message.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Primitive(Enum):
 
 @dataclass(frozen=True)
 class Operation:
-    """What one group does with the tensors of one geometry.
+    """What one group does with the tensors of one route.
 
     Attributes:
         primitive: its name.

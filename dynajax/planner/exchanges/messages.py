@@ -2,7 +2,7 @@
 
 A message is all that goes from a device to another in one phase; in a later phase goes what arrived before. Messages
 of one *kind* are cut alike, so a round of them needs no padding: rounds are the colours of a graph for each phase and
-kind (``planner.colouring``). Where there are too many kinds for that, messages are cut in chunks instead.
+kind (``planner.exchanges.colouring``). Where there are too many kinds for that, messages are cut in chunks instead.
 """
 
 from __future__ import annotations

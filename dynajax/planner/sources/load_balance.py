@@ -50,7 +50,8 @@ class Requests:
     def of(devices: Ints, begin: Ints, count: Ints, port: Ints, volume: Ints) -> Requests:
         """The requests with their groups; arguments as the attributes."""
         running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(_scattered(devices), dtype=np.uint64)])
-        group = running[begin + count] - running[begin] + _scattered(count * _PORTS + port)
+        # Port and count are told by a negative number: a positive one could be taken for one more candidate.
+        group = running[begin + count] - running[begin] + _scattered(-1 - count * _PORTS - port)
         return Requests(devices, begin, count, port, group, volume)
 
 

@@ -100,8 +100,9 @@ def _prove_relays(route: Route, name: str) -> None:
     got = segment_sum(
         j, algebra.volumes(np.maximum(have[0][i], want[0][j]), np.minimum(have[1][i], want[1][j])), len(relayed)
     )
-    if (got != route.volumes[relayed]).any():
-        raise CheckError(f"{name}: device {int(route.sender[relayed[0]])} passes on what was not sent to it")
+    lacking = relayed[got != route.volumes[relayed]]
+    if len(lacking):
+        raise CheckError(f"{name}: device {int(route.sender[lacking[0]])} passes on what was not sent to it")
 
 
 def _prove_kept(route: Route, name: str) -> None:

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from planner.random_layouts import array_layout_pairs, layout_pairs
+from planner.random_layouts import layout_pairs
 
 from dynajax.errors import BudgetError
 from dynajax.planner import build_plan, verify
+from dynajax.planner.stages.shards import Allocations, Shards, plan_stages
 from dynajax.vps import Arrays, Layout, Space, Tensor, bucket_parts, mesh_tiling
 from dynajax.vps.parts import joined, parts_tiling
 
@@ -93,49 +94,6 @@ def test_the_peak_is_what_an_allocator_sees(pair, donate):
     assert plan.peak_bytes() == peak
 
 
-@proof
-@given(array_layout_pairs(), st.booleans(), st.integers(0, 200))
-def test_an_array_lives_from_its_first_tensor_to_its_last(pair, donate, budget):
-    before, after = pair
-    try:
-        plan = build_plan(before, after, budget, donate)
-    except BudgetError as error:
-        plan = build_plan(before, after, int(str(error).split("budget that does is ")[1].split()[0]), donate)
-    held_before, held_after = (_arrays(layout, plan.num_devices) for layout in pair)
-    live = sum((nbytes for _, nbytes in held_before), np.zeros(plan.num_devices, np.int64))
-    peak, done = live.copy(), set()
-    for stage in plan.stages:
-        for rows, nbytes in held_after:
-            if rows & set(stage) and not rows & done:
-                live = live + _changed(plan, rows, nbytes)
-        peak = np.maximum(peak, live)
-        for rows, nbytes in held_before:
-            if donate and rows & set(stage) and rows <= done | set(stage):
-                live = live - _changed(plan, rows, nbytes)
-        done |= set(stage)
-    assert plan.peak_bytes() == peak.tolist()
-    if donate:
-        assert live.tolist() == np.sum([nbytes for _, nbytes in held_after], axis=0).tolist()
-    assert plan.peak_extra_bytes <= plan.budget
-
-
-def _arrays(layout, devices):
-    """Tensors, and bytes by device, of every array."""
-    if layout.arrays is None:
-        sizes = [tensor.itemsize for tensor in layout.space]
-        return [({k}, tiling.elements(devices) * sizes[k]) for k, tiling in enumerate(layout.tilings)]
-    nbytes = np.pad(layout.arrays.nbytes, ((0, 0), (0, devices - layout.arrays.nbytes.shape[1])))
-    return [(set(rows), n) for rows, n in zip(layout.arrays.tensors, nbytes, strict=True)]
-
-
-def _changed(plan, rows, nbytes):
-    """Bytes without those of buffers that serve on both sides: of a tensor with an array of its own, given up."""
-    nbytes = nbytes.copy()
-    if len(rows) == 1 and plan.donate:
-        nbytes[plan.moves[min(rows)].kept] = 0
-    return nbytes
-
-
 def test_a_chain_of_buckets_is_freed_bucket_by_bucket():
     """Ten tensors that straddle five buckets: the most above the base is a bucket and a tensor, not the state."""
     shapes = {f"t{k}": (24,) for k in range(10)}
@@ -158,3 +116,67 @@ def test_a_chain_of_buckets_is_freed_bucket_by_bucket():
         plan = build_plan(source, target, smallest)
         verify(plan)
         assert plan.peak_extra_bytes <= smallest
+
+
+@st.composite
+def allocations(draw):
+    """Arrays that store parts of up to six tensors, before and after, on three devices."""
+    count = draw(st.integers(1, 6))
+    sides = []
+    for _ in range(2):
+        rows = [[k] for k in range(count)]
+        for extra in draw(st.lists(st.lists(st.integers(0, count - 1), min_size=1, unique=True), max_size=3)):
+            rows.append(sorted(extra))
+        nbytes = [draw(st.lists(st.integers(0, 9), min_size=3, max_size=3)) for _ in rows]
+        plain = draw(st.booleans())
+        rows, nbytes = (rows[:count], nbytes[:count]) if plain else (rows, nbytes)
+        held = np.array(nbytes, np.int64)
+        sides.append(Shards(held, np.zeros_like(held), None if plain else tuple(map(tuple, rows))))
+    return Allocations(*sides, count)
+
+
+@settings(max_examples=150)
+@given(allocations(), st.randoms(use_true_random=False))
+def test_an_array_comes_with_its_first_tensor_and_goes_with_its_last(found, random):
+    order = random.sample(range(found.count), found.count)
+    comes, goes = np.zeros((found.count, 3), np.int64), np.zeros((found.count, 3), np.int64)
+    for out, shards, pick in ((comes, found.target, min), (goes, found.source, max)):
+        for k, nbytes in enumerate(shards.nbytes):
+            out[pick(order.index(row) for row in (shards.tensors[k] if shards.tensors else (k,)))] += nbytes
+    np.testing.assert_array_equal(found.allocated(np.array(order)), comes)
+    np.testing.assert_array_equal(found.freed(np.array(order)), goes)
+
+
+@settings(max_examples=150)
+@given(allocations())
+def test_groups_are_tensors_that_share_arrays_directly_or_through_others(found):
+    reach = np.eye(found.count, dtype=bool)
+    for shards in (found.source, found.target):
+        for rows in shards.tensors or ():
+            reach[np.ix_(rows, rows)] = True
+    for _ in range(found.count):
+        reach |= (reach.astype(int) @ reach.astype(int)) > 0
+    expected = {tuple(np.flatnonzero(row).tolist()) for row in reach}
+    groups = found.groups
+    if groups is None:
+        assert found.source.tensors is None
+        assert found.target.tensors is None
+    else:
+        assert {tuple(sorted(g)) for g in groups} == expected
+
+
+@settings(max_examples=150)
+@given(allocations(), st.integers(0, 60), st.integers(0, 40))
+def test_a_stage_of_several_tensors_allocates_at_once_no_more_than_it_may(found, budget, at_once):
+    names = [f"t{k}" for k in range(found.count)]
+    try:
+        stages = plan_stages(found, budget, True, names, at_once)
+    except BudgetError:
+        return
+    order = [k for stage in stages for k in stage]
+    assert sorted(order) == list(range(found.count))
+    allocated = dict(zip(order, found.allocated(np.array(order)).sum(axis=1).tolist(), strict=True))
+    assert all(sum(allocated[k] for k in stage) <= at_once for stage in stages if len(stage) > 1)
+    assert found.footprint(stages, donate=True).extra(donate=True) <= budget
+    wider = plan_stages(found, budget, True, names)
+    assert len(wider) <= len(stages)
