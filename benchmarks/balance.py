@@ -21,8 +21,10 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,12 +37,15 @@ from dynajax.balance.dispatch import dispatch
 from dynajax.balance.estimate import PUBLISHED
 from dynajax.balance.iteration import Planner
 from dynajax.balance.lengths import Batches, shipped_lengths
-from dynajax.balance.pack import balanced, lightest_ms
+from dynajax.balance.pack import balanced
 from dynajax.balance.profiles import load_profile, published_candidates
 from dynajax.balance.propose import enough_samples, propose
-from dynajax.balance.referee import exact_dispatch, exact_packing, milp_dispatch
-from dynajax.balance.relaxed import lp_staged_ms
 from dynajax.meshes import Strategy
+
+sys.path.append(str(Path(__file__).parents[1]))  # the referees are those of the tests
+
+from tests.balance.dispatch_bounds import lp_staged_ms
+from tests.balance.referee import exact_dispatch, exact_packing, lightest_ms, milp_dispatch
 
 LONGEST = 32_768
 TOKENS_PER_DEVICE = 3_125  # 200K on 64 devices, 3.2M on 1,024

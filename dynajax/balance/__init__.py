@@ -2,8 +2,8 @@
 
     lengths → candidates (``propose``) → for each batch: dispatch → packs → the plan of an iteration
 
-``Planner.plan`` is the way through; the other names are its parts, the referees that judge them and
-the baselines that they are compared with. Only ``PlanAhead`` has effects.
+``Planner.plan`` is the way through; the other names are its parts, and the baselines that they are
+compared with. Only ``PlanAhead`` has effects.
 """
 
 from dynajax.balance.ahead import PlanAhead as PlanAhead

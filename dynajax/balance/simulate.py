@@ -71,29 +71,6 @@ def simulated_ms(times: Sequence[float], pp: int, record: Record | None = None) 
     return max(free)
 
 
-def gpipe_ms(times: Sequence[float], pp: int, record: Record | None = None) -> float:
-    """Time of all forwards first, then all backwards, last micro-batch first (GPipe), in ms.
-
-    Every pipeline stage then holds all micro-batches at once: MaxLen, made for 1F1B, does not cover it.
-
-    Args:
-        times: ms of each micro-batch on one pipeline stage, in the order in which they enter.
-        pp: pipeline stages.
-        record: is handed every event, if given.
-    """
-    free = [0.0] * pp
-    for microbatch, time in enumerate(times):
-        arrived = 0.0
-        for stage in range(pp):
-            start = max(free[stage], arrived)
-            arrived = free[stage] = start + time * FORWARD
-            if record:
-                record(Event(stage, microbatch, False, start, arrived))
-    for microbatch in reversed(range(len(times))):
-        _backward(microbatch, times[microbatch] * (1 - FORWARD), free, record)
-    return max(free)
-
-
 def timeline(times: Sequence[float], pp: int) -> tuple[Event, ...]:
     """The events of ``simulated_ms``, in the order of their start."""
     events: list[Event] = []

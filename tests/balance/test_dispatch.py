@@ -4,9 +4,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from dispatch_bounds import lp_dispatch_ms, lp_staged_ms
 from hypothesis import given
 from hypothesis import strategies as st
 from price_lists import DEEP, DEEPEST, KINDS, LARGE, LENGTHS, MIDDLE, SMALL, long_tailed, price
+from referee import exact_dispatch, milp_dispatch
 
 from dynajax.balance.bound import any_strategy_ms, candidate
 from dynajax.balance.compare import setting
@@ -15,8 +17,6 @@ from dynajax.balance.dispatch import assign, dispatch
 from dynajax.balance.estimate import PUBLISHED
 from dynajax.balance.lengths import Batches, shipped_lengths
 from dynajax.balance.profiles import load_profile
-from dynajax.balance.referee import exact_dispatch, milp_dispatch
-from dynajax.balance.relaxed import lp_dispatch_ms, lp_staged_ms
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
 
