@@ -3,11 +3,9 @@
     lengths → candidates (``propose``) → for each batch: dispatch → packs → the plan of an iteration
 
 ``Planner.plan`` is the way through; the other names are its parts, and the baselines that they are
-compared with. Only ``PlanAhead`` has effects.
+compared with. ``dynajax.train.plan_ahead`` runs it in the background of a training job.
 """
 
-from dynajax.balance.ahead import PlanAhead as PlanAhead
-from dynajax.balance.ahead import Taken as Taken
 from dynajax.balance.baselines import Homogeneous as Homogeneous
 from dynajax.balance.bound import any_strategy_ms as any_strategy_ms
 from dynajax.balance.cost import MemoryModel as MemoryModel

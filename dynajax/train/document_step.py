@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from numpy.typing import NDArray
 
-from dynajax.balance import IterationPlan, PipelineFill, PlanAhead, Planner, short_text
+from dynajax.balance import IterationPlan, PipelineFill, Planner, short_text
 from dynajax.data import DocumentBatch, DocumentSteps, Segment
 from dynajax.engine.processes import Agreement, Processes
 from dynajax.meshes import Placement
@@ -36,6 +36,7 @@ from dynajax.runtime.flat import Span, add_section
 from dynajax.runtime.gradients import zeros_of
 from dynajax.runtime.pipelines import Passes, PipelineRunner
 from dynajax.train.candidates import Candidates
+from dynajax.train.plan_ahead import PlanAhead
 from dynajax.train.record import PipelineShare
 from dynajax.train.state import TrainState
 from dynajax.train.step import Event, Outcome, apply_gradients, wait_ready
