@@ -45,9 +45,9 @@ import numpy as np
 import optax
 from figures import Row, machine, row, show
 
-from dynajax.balance import IterationPlan, MicroBatch, PipelineCost, PipelineFill, Planner, Profile, short_text
+from dynajax.balance import IterationPlan, MicroBatch, PipelineCost, PipelinePlan, Planner, Profile, short_text
 from dynajax.balance.baselines import first_fit
-from dynajax.balance.fit import measure_profile, rows_to_measure
+from dynajax.balance.cost_fit import measure_profile, rows_to_measure
 from dynajax.balance.simulate import published_ms, simulated_ms
 from dynajax.data import DocumentSteps, MemoryDocuments, Segment, stdlib_documents
 from dynajax.meshes import Pipeline, Placement, Strategy
@@ -130,16 +130,16 @@ class InTurn:
     def plan(self, lengths: Any, only: int | None = None) -> IterationPlan:
         sizes = np.asarray(lengths).tolist()
         packs = [self._microbatch(members, [sizes[n] for n in members]) for members in self.pack(sizes)]
-        fills = [self._fill(tuple(packs[start :: self.copies])) for start in range(self.copies)]
+        plans = [self._pipeline(tuple(packs[start :: self.copies])) for start in range(self.copies)]
         strategy = Strategy((self.cost.pipeline,) * self.copies)
-        return IterationPlan(0, strategy, tuple(fills), max(fill.ms for fill in fills), ())
+        return IterationPlan(0, strategy, tuple(plans), max(plan.ms for plan in plans), ())
 
     def _microbatch(self, members: Sequence[int], sizes: Sequence[int]) -> MicroBatch:
         return MicroBatch(tuple(members), sum(sizes), LONGEST, self.cost.microbatch_ms(sizes, LONGEST))
 
-    def _fill(self, packs: tuple[MicroBatch, ...]) -> PipelineFill:
+    def _pipeline(self, packs: tuple[MicroBatch, ...]) -> PipelinePlan:
         times = [pack.ms for pack in packs]
-        return PipelineFill(
+        return PipelinePlan(
             self.cost.pipeline, packs, simulated_ms(times, self.cost.pp), published_ms(times, self.cost.pp)
         )
 

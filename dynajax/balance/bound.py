@@ -1,8 +1,8 @@
 """What no plan can beat.
 
 ``any_strategy_ms`` allows every sequence its cheapest pipeline and cuts work evenly over all devices;
-bubbles and the constants of micro-batches are free. ``candidate`` bounds hold for one strategy and are
-sharper: they let the planner skip strategies that cannot win.
+bubbles and the constants of micro-batches are free. ``candidate_bound`` holds for one strategy and is
+sharper: it lets the planner skip strategies that cannot win.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynajax.balance.cost import Floats, Ints, PipelineCost
+from dynajax.balance.cost import Floats, PipelineCost
 from dynajax.balance.estimate import PLANNED
+from dynajax.vps.region import Ints
 
 _DUAL_STEPS = 24
 
@@ -45,7 +46,7 @@ class CandidateBound:
     work_ms: float
 
 
-def candidate(tokens: Ints, kinds: Sequence[PipelineCost], copies: Ints) -> CandidateBound:
+def candidate_bound(tokens: Ints, kinds: Sequence[PipelineCost], copies: Ints) -> CandidateBound:
     """Lower bounds of any plan with ``copies`` pipelines of each kind, infinite if they do not hold a sequence.
 
     The bound of all work is that of the linear programme that cuts sequences over pipelines (a dual

@@ -20,9 +20,10 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from dynajax.balance.cost import Floats, Ints, PipelineCost
+from dynajax.balance.cost import Floats, PipelineCost
 from dynajax.balance.estimate import PLANNED
 from dynajax.errors import BalanceError
+from dynajax.vps.region import Ints
 
 _EVERY = 8  # more copies than these are tried in steps of about a tenth
 _UNITS = 128  # on more devices than these, copies come in twos, fours, …
@@ -56,7 +57,7 @@ class Mix:
     ms: float
 
 
-def group(tokens: Ints, count: int, rooms: Sequence[int], batches: int = 1) -> Groups:
+def length_groups(tokens: Ints, count: int, rooms: Sequence[int], batches: int = 1) -> Groups:
     """About ``count`` groups of equal tokens; the longest sequences alone; cut where a pipeline's room ends.
 
     Args:

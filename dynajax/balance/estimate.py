@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynajax.balance.cost import Floats, Ints, PipelineCost
-from dynajax.balance.exchange import Finish
+from dynajax.balance.cost import Floats, PipelineCost
+from dynajax.balance.local_search import Finish
 from dynajax.balance.shapes import UNLIMITED, Shapes
+from dynajax.vps.region import Ints
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
-from dynajax.balance.cost import Floats, Ints
-from dynajax.balance.exchange import NEVER, Assignment, Problem
+from dynajax.balance.cost import Floats
+from dynajax.balance.local_search import NEVER, Assignment, SearchProblem
 from dynajax.errors import BalanceError
+from dynajax.vps.region import Ints
 
 Packs = list[list[int]]
 """Micro-batches, each a list of positions in the lengths that were given."""
@@ -77,7 +78,7 @@ def balanced(
         return np.where((held <= room) & (items <= max_segments), load, NEVER)
 
     kind = np.zeros(count, np.int64)
-    problem = Problem(np.asarray(times, np.float64)[None], kind, np.asarray(tokens, np.int64), finish)
+    problem = SearchProblem(np.asarray(times, np.float64)[None], kind, np.asarray(tokens, np.int64), finish)
     found = Assignment(problem, bins)
     found.improve(_STEPS_PER_PACK * count)
     return [np.flatnonzero(found.bins == index).tolist() for index in range(count)]

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from numpy.typing import NDArray
 
-from dynajax.balance import IterationPlan, PipelineFill, Planner, short_text
+from dynajax.balance import IterationPlan, PipelinePlan, Planner, short_text
 from dynajax.data import DocumentBatch, DocumentSteps, Segment
 from dynajax.engine.processes import Agreement, Processes
 from dynajax.meshes import Placement
@@ -100,7 +100,7 @@ class DocumentStep:
         place: the strategies and their devices.
         layout: how the state lies, before and after.
         data: the documents of later steps, for planning ahead.
-        planner: chooses and fills.
+        planner: chooses the strategy of a step and forms its micro-batches.
         runners: of every pipeline of every strategy.
         flat: programs on the optimizer layout.
     """
@@ -153,8 +153,8 @@ class DocumentStep:
             plan = self._plans.take(cursor)
             where = self.place.pipelines(plan.candidate)
             agreement.on(lambda: (cursor, _texts(batch), where, plan.digest, _by_end(plan)))
-        fills = enumerate(zip(where, plan.pipelines, strict=True))
-        return plan, [_Pass(n, self._runners[place], fill, batch.segments) for n, (place, fill) in fills]
+        pipelines = enumerate(zip(where, plan.pipelines, strict=True))
+        return plan, [_Pass(n, self._runners[place], one, batch.segments) for n, (place, one) in pipelines]
 
     def _told(self, *known: list[float]) -> NDArray[np.float64]:
         """Rows of numbers, the same in all processes: each knows those of its pipelines, and has 0 for others."""
@@ -169,7 +169,7 @@ def _texts(batch: DocumentBatch) -> list[bytes]:
 
 def _by_end(plan: IterationPlan) -> list[int]:
     """Numbers of the pipelines with work, in the order in which they are to end."""
-    working = [number for number, fill in enumerate(plan.pipelines) if fill.microbatches]
+    working = [number for number, pipeline in enumerate(plan.pipelines) if pipeline.microbatches]
     return sorted(working, key=lambda number: plan.pipelines[number].ms)
 
 
@@ -210,12 +210,12 @@ class _Pass:
     Args:
         number: of the pipeline in its strategy.
         runner: what is compiled for it.
-        fill: its micro-batches.
+        plan: its micro-batches.
         segments: the documents of the step.
     """
 
-    def __init__(self, number: int, runner: PipelineRunner, fill: PipelineFill, segments: Sequence[Segment]) -> None:
-        self.number, self.fill, self.loss, self.busy_s = number, fill, 0.0, 0.0
+    def __init__(self, number: int, runner: PipelineRunner, plan: PipelinePlan, segments: Sequence[Segment]) -> None:
+        self.number, self.plan, self.loss, self.busy_s = number, plan, 0.0, 0.0
         self._runner, self._segments = runner, segments
         self._passes: Passes | None = None
         self._watcher: threading.Thread | None = None
@@ -224,7 +224,7 @@ class _Pass:
 
     def start(self, params: Any, scale: float, log: _Log) -> None:
         """Pull section by section, and dispatch all micro-batches that do not keep other pipelines waiting."""
-        rows = [(mb.padded, [self._segments[n] for n in mb.sequences]) for mb in self.fill.microbatches]
+        rows = [(mb.padded, [self._segments[n] for n in mb.sequences]) for mb in self.plan.microbatches]
         passes = self._passes = self._runner.begin(rows, scale)
         for section in range(len(self._runner.sections)):
             with log.event("pull", self.number, section):
@@ -250,7 +250,7 @@ class _Pass:
             DeadlineError: they are not there in time.
         """
         assert self._passes is not None
-        sums, name = self._passes.sums, f"pipeline {self.number} ({self.fill.pipeline})"
+        sums, name = self._passes.sums, f"pipeline {self.number} ({self.plan.pipeline})"
         for number, section in reversed(list(enumerate(self._runner.sections))):
             wait_ready(section.own(sums, number), name, deadline_s)
             with log.event("push", self.number, number):
@@ -279,13 +279,13 @@ class _Pass:
 
     def share(self, busy_s: float) -> PipelineShare:
         """What the pipeline did; ``busy_s`` are those of the process that took longest."""
-        fill = self.fill
+        plan = self.plan
         return PipelineShare(
-            str(fill.pipeline),
-            fill.pipeline.num_devices,
-            sum(len(mb.sequences) for mb in fill.microbatches),
-            sum(mb.tokens for mb in fill.microbatches),
-            len(fill.microbatches),
+            str(plan.pipeline),
+            plan.pipeline.num_devices,
+            sum(len(mb.sequences) for mb in plan.microbatches),
+            sum(mb.tokens for mb in plan.microbatches),
+            len(plan.microbatches),
             busy_s,
             *self._moved,
         )

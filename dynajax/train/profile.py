@@ -32,7 +32,7 @@ import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dynajax.balance import PipelineCost, Point, Profile, Timing, measure_profile
-from dynajax.balance.fit import SHARED_BY, Row, rows_to_measure
+from dynajax.balance.cost_fit import SHARED_BY, Row, rows_to_measure
 from dynajax.bytesize import format_bytes
 from dynajax.data import Batch, Segment, lay_out
 from dynajax.errors import BalanceError, StrategyError

@@ -29,7 +29,8 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from dynajax.balance.cost import Floats, Ints, PipelineCost
+from dynajax.balance.cost import Floats, PipelineCost
+from dynajax.vps.region import Ints
 
 _TOLERANCE = 1e-3  # relative, to which the least feasible end is found
 _CLASS = 5e-3  # of an end: bubbles of a class differ by no more

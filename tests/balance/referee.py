@@ -13,9 +13,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import coo_array
 
-from dynajax.balance.cost import Floats, Ints, PipelineCost
-from dynajax.balance.exchange import NEVER
+from dynajax.balance.cost import Floats, PipelineCost
+from dynajax.balance.local_search import NEVER
 from dynajax.errors import BalanceError
+from dynajax.vps.region import Ints
 
 _ENUMERABLE = 2_000_000
 

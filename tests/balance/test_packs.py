@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from price_lists import LARGE, SMALL, long_tailed
 from referee import exact_packing, lightest_ms, milp_packing
 
-from dynajax.balance.lengths import Batches, shipped_lengths
+from dynajax.balance.lengths import LengthBatches, shipped_lengths
 from dynajax.balance.pack import balanced, fewest, neighbours, order
 from dynajax.errors import BalanceError
 
@@ -90,7 +90,7 @@ def test_packing_is_near_the_exact_one_on_small_cases():
 
 @pytest.mark.parametrize("count", [25, 100, 400])
 def test_packing_is_at_the_lower_bound_on_wikipedia_lengths(count):
-    tokens = Batches(shipped_lengths("wikipedia"), 1100 * count, 16_384, seed=count).batch(0).tokens[:count]
+    tokens = LengthBatches(shipped_lengths("wikipedia"), 1100 * count, 16_384, seed=count).batch(0).tokens[:count]
     times = LARGE.times(tokens)
     packs_wanted = max(2, -(-int(tokens.sum()) // 28_000))
     packs = balanced(times.tolist(), tokens.tolist(), packs_wanted, LARGE.max_len, MANY)

@@ -62,16 +62,16 @@ def test_unequal_micro_batches_take_between_their_work_and_the_published_time(ti
 
 @given(TIMES, STAGES)
 def test_timeline_holds_every_task_once_in_order_without_overlap(times, pp):
-    events = timeline(times, pp)
-    assert max(event.end for event in events) == pytest.approx(simulated_ms(times, pp))
-    keys = [(e.stage, e.microbatch, e.backward) for e in events]
+    tasks = timeline(times, pp)
+    assert max(task.end for task in tasks) == pytest.approx(simulated_ms(times, pp))
+    keys = [(e.stage, e.microbatch, e.backward) for e in tasks]
     assert len(set(keys)) == len(keys) == 2 * pp * len(times)
     for stage in range(pp):
-        mine = [event for event in events if event.stage == stage]
+        mine = [task for task in tasks if task.stage == stage]
         assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(mine))
         held = peak = 0
-        for event in mine:  # MaxLen counts on at most pp - stage micro-batches
-            held += -1 if event.backward else 1
+        for task in mine:  # MaxLen counts on at most pp - stage micro-batches
+            held += -1 if task.backward else 1
             peak = max(peak, held)
         assert peak <= pp - stage
 

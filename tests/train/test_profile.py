@@ -8,7 +8,7 @@ import pytest
 from small_runs import DOCUMENTS, MODEL
 
 from dynajax.balance import MicroBatch, Planner, load_profile, save_profile
-from dynajax.balance.fit import SHARED_BY
+from dynajax.balance.cost_fit import SHARED_BY
 from dynajax.data import DocumentSteps, MemoryDocuments
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.meshes import Strategy
