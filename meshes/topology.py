@@ -41,8 +41,6 @@ from numpy.typing import NDArray
 
 from dynajax.errors import TopologyError
 
-Ints = NDArray[np.int64]
-
 _KEYS = {"name", "source", "nodes", "device_kinds", "tiers"}
 _TIER_KEYS = {"name", "devices", "gigabytes_per_second", "latency_us"}
 
@@ -74,7 +72,7 @@ class Topology:
 
     name: str
     tiers: tuple[Tier, ...]
-    domains: Ints
+    domains: NDArray[np.int64]
 
     @property
     def num_devices(self) -> int:
@@ -82,7 +80,7 @@ class Topology:
         return self.domains.shape[1]
 
     @cached_property
-    def node(self) -> Ints:
+    def node(self) -> NDArray[np.int64]:
         """Node of each device, shape (devices,)."""
         return self.domains[min(1, len(self.domains) - 1)]
 
@@ -108,7 +106,7 @@ class Topology:
                 "numbered from 0; use a larger topology"
             )
 
-    def between(self, a: Ints, b: Ints) -> Ints:
+    def between(self, a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
         """The nearest tier that joins devices ``a[k]`` and ``b[k]``.
 
         Raises:
