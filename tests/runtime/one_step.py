@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from dense_experts import dense_experts
 from jax.sharding import NamedSharding, PartitionSpec
 from packed_rows import assert_close, random_batch
 
@@ -13,7 +14,6 @@ from dynajax.data import pad_rows
 from dynajax.meshes import Strategy
 from dynajax.models import (
     Execution,
-    dense_experts,
     forward_with_stats,
     init,
     mean_loss,
