@@ -52,9 +52,9 @@ from dynajax.balance.simulate import published_ms, simulated_ms
 from dynajax.data import DocumentSteps, MemoryDocuments, Segment, stdlib_documents
 from dynajax.meshes import Pipeline, Placement, Strategy
 from dynajax.models import LlamaConfig, init
-from dynajax.runtime import Propagation
-from dynajax.runtime.flat import flat_layout, flat_mesh, flatten
-from dynajax.runtime.pipelines import PipelineRunner
+from dynajax.runtime import ShardedModel
+from dynajax.runtime.optimizer_layout import flat_mesh, flatten, optimizer_layout
+from dynajax.runtime.pipeline_runner import PipelineRunner
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates
 from dynajax.train.documents import DocumentJob
@@ -85,13 +85,13 @@ def measured_profile(devices: Sequence[jax.Device], pipelines: str) -> Profile:
     Repeats go round all rows of all pipelines, so that whatever else the machine does hits all alike.
     """
     params, mesh = init(MODEL, jax.random.key(0)), flat_mesh(devices)
-    cut = jax.tree.map(lambda bundle: bundle.sharding, flat_layout(params, mesh))
+    cut = jax.tree.map(lambda bundle: bundle.sharding, optimizer_layout(params, mesh))
     flat = jax.jit(lambda p: flatten(p, len(devices)), out_shardings=cut)(params)
     timed: dict[tuple[Pipeline, tuple[int, ...]], Callable[[], float]] = {}
     for kind in (Strategy.parse(text).pipelines[0] for text in pipelines.split(",")):
         placed = Placement(Strategy((kind,)), tuple(range(kind.num_devices)))
         rows = [n for n in MEASURED if n <= room(kind)]
-        runner = PipelineRunner.of(Propagation(MODEL, placed.strategy), placed.mesh(devices), mesh, rows, SEGMENTS)
+        runner = PipelineRunner.of(ShardedModel(MODEL, placed.strategy), placed.mesh(devices), mesh, rows, SEGMENTS)
         pulled = [runner.pull(flat, k)[0] for k in range(len(runner.sections))]
         for sizes in (sizes for n in rows for sizes in rows_to_measure(n)):
             timed[kind, sizes] = partial(processor_ms, runner, pulled, sizes)

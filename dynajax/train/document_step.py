@@ -32,9 +32,9 @@ from dynajax.balance import IterationPlan, PipelinePlan, Planner, short_text
 from dynajax.data import DocumentBatch, DocumentSteps, Segment
 from dynajax.engine.processes import Agreement, Processes
 from dynajax.meshes import Placement
-from dynajax.runtime.flat import Span, add_section
 from dynajax.runtime.gradients import zeros_of
-from dynajax.runtime.pipelines import Passes, PipelineRunner
+from dynajax.runtime.optimizer_layout import Span, add_section
+from dynajax.runtime.pipeline_runner import Passes, PipelineRunner
 from dynajax.train.candidates import Candidates
 from dynajax.train.plan_ahead import PlanAhead
 from dynajax.train.record import PipelineShare

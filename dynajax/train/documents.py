@@ -22,9 +22,9 @@ from dynajax.engine import Stored
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, MoeConfig
-from dynajax.runtime.flat import flat_layout, flat_mesh, flatten_leaf
 from dynajax.runtime.gradients import abstract_params
-from dynajax.runtime.pipelines import PipelineRunner
+from dynajax.runtime.optimizer_layout import flat_mesh, flatten_leaf, optimizer_layout
+from dynajax.runtime.pipeline_runner import PipelineRunner
 from dynajax.train.balancing import Balancing, even_pipelines
 from dynajax.train.candidates import Asked, Auto, Candidates, read_asked
 from dynajax.train.document_step import DocumentStep, FlatPrograms
@@ -134,7 +134,7 @@ class DocumentJob(Job[Candidates]):
     def layout(self, place: Candidates) -> TrainState:
         """The optimizer layout: flat over all devices; what mirrors no parameter is whole on each."""
         mesh = self._mesh(place)
-        flat, whole = flat_layout(self.shapes, mesh), NamedSharding(mesh, PartitionSpec())
+        flat, whole = optimizer_layout(self.shapes, mesh), NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(
             lambda is_flat, bundle, x: bundle if is_flat else Stored.plain(whole, x.shape),
             self._is_flat,

@@ -21,7 +21,7 @@ from dynajax.engine import Stored, reshard
 from dynajax.errors import StrategyError
 from dynajax.meshes import Strategy
 from dynajax.models import LlamaConfig, init
-from dynajax.runtime import Propagation
+from dynajax.runtime import ShardedModel
 from dynajax.train.state import TrainState, abstract, initial_state
 from dynajax.train.step import Step
 
@@ -63,15 +63,15 @@ class StepOptions:
             if value is not None and value < 1:
                 raise StrategyError(f"{name} is {value}: give 1 or more")
 
-    def propagation(self, model: LlamaConfig, strategy: Strategy, microbatches: int) -> Propagation:
+    def sharded_model(self, model: LlamaConfig, strategy: Strategy, microbatches: int) -> ShardedModel:
         """``model`` under ``strategy``, with so many micro-batches in a pass."""
         chunks = self.chunks if strategy.size("pp") > 1 else 1
-        return Propagation(model, strategy, microbatches, chunks, self.dtype, self.remat)
+        return ShardedModel(model, strategy, microbatches, chunks, self.dtype, self.remat)
 
-    def of_pipeline(self, model: LlamaConfig, strategy: Strategy) -> Propagation:
+    def of_pipeline(self, model: LlamaConfig, strategy: Strategy) -> ShardedModel:
         """``model`` in a pipeline that is given as many rows as it asks for."""
         pp = strategy.size("pp")
-        return self.propagation(model, strategy, (self.microbatches or 2 * pp) if pp > 1 else 1)
+        return self.sharded_model(model, strategy, (self.microbatches or 2 * pp) if pp > 1 else 1)
 
 
 DEFAULT_OPTIONS = StepOptions()

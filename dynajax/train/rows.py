@@ -15,7 +15,7 @@ from dynajax.data import Batch, pad_rows
 from dynajax.errors import StrategyError
 from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, Params, mean_loss, router_loss
-from dynajax.runtime import Propagation, TokenOrder, loss_and_metrics, refined
+from dynajax.runtime import ShardedModel, TokenOrder, loss_and_metrics, refined
 from dynajax.runtime.rules import ROWS
 from dynajax.train.elementwise import sees_padding
 from dynajax.train.fit import batch_shards, require_fit
@@ -71,13 +71,13 @@ class RowJob(Job[Placement]):
         require_fit(self.model, placement, len(self.devices))
         return placement
 
-    def propagation(self, strategy: Strategy) -> Propagation:
+    def sharded_model(self, strategy: Strategy) -> ShardedModel:
         """How the model is stored and run under ``strategy``."""
         pp, microbatches = strategy.size("pp"), self.options.microbatches
         if microbatches is None:
             rows = -(-self.batch.rows // batch_shards(strategy))
             microbatches = min(2 * pp, rows) if pp > 1 else 1
-        return self.options.propagation(self.model, strategy, microbatches)
+        return self.options.sharded_model(self.model, strategy, microbatches)
 
     def storage(self, strategy: Strategy) -> TrainState:
         """How the state is stored under ``strategy``: a ``Storage`` in the place of each leaf.
@@ -85,7 +85,7 @@ class RowJob(Job[Placement]):
         Raises:
             StrategyError: a dim is padded, and the optimizer takes means over dims.
         """
-        run = self.propagation(strategy)
+        run = self.sharded_model(strategy)
         with jax.set_mesh(NO_MESH):
             storage, padded = state_storage(self.shapes, run.storage), run.padded
         if padded and self.sees_padding:
@@ -112,7 +112,7 @@ class RowJob(Job[Placement]):
 
     def compile_step(self, place: Placement, layout: TrainState) -> RowStep:
         """Compile the step under a placement."""
-        mesh, run = place.mesh(self.devices), self.propagation(place.strategy)
+        mesh, run = place.mesh(self.devices), self.sharded_model(place.strategy)
         order, rows = run.token_order(self.batch.seq_len), NamedSharding(mesh, ROWS)
         shape = (self.batch.rows + -self.batch.rows % run.row_multiple, order.stored_length)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype, sharding=rows), self.batch)
@@ -167,7 +167,7 @@ class RowStep:
         return Outcome(after, float(loss), str(self.placement))
 
 
-def mean_over_batch(run: Propagation, mesh: Mesh, order: TokenOrder) -> Loss:
+def mean_over_batch(run: ShardedModel, mesh: Mesh, order: TokenOrder) -> Loss:
     """The training loss of stored parameters and an arranged batch under a strategy."""
 
     def loss(params: Params, batch: Any) -> jax.Array:

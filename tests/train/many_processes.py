@@ -28,7 +28,7 @@ from started import join, raised
 
 from dynajax.data import DocumentBatch, DocumentSteps, MemoryDocuments
 from dynajax.models import LlamaConfig
-from dynajax.runtime.pipelines import Passes
+from dynajax.runtime.pipeline_runner import Passes
 from dynajax.train import Trainer
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates

@@ -35,7 +35,7 @@ from dynajax import models
 from dynajax.data import DocumentSteps, MemoryDocuments
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.models import MoeConfig
-from dynajax.runtime.pipelines import PipelineRunner
+from dynajax.runtime.pipeline_runner import PipelineRunner
 from dynajax.train import Trainer
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates
