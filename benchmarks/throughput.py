@@ -57,7 +57,7 @@ from dynajax.runtime.optimizer_layout import flat_mesh, flatten, optimizer_layou
 from dynajax.runtime.pipeline_runner import PipelineRunner
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates
-from dynajax.train.documents import DocumentJob
+from dynajax.train.document_job import DocumentJob
 from dynajax.train.job import DEFAULT_OPTIONS
 from dynajax.train.state import TrainState
 from dynajax.train.trainer import step_report
@@ -160,8 +160,8 @@ class InTurnJob(DocumentJob):
 
     pack: Pack
 
-    def planner(self, place: Candidates) -> Any:
-        pipelines = place.strategies[0].pipelines
+    def planner(self, placement: Candidates) -> Any:
+        pipelines = placement.strategies[0].pipelines
         (cost,) = self.balancing.costs(self.model, pipelines[:1])
         return InTurn(cost, len(pipelines), self.pack)
 
@@ -170,13 +170,13 @@ class Run:
     """One method: its job, its plans, and its state once it is compiled."""
 
     def __init__(self, name: str, job: DocumentJob, strategy: str) -> None:
-        self.name, self.job, self.place = name, job, job.place(strategy)
-        self.planner: Planner | InTurn = job.planner(self.place)
+        self.name, self.job, self.placement = name, job, job.place(strategy)
+        self.planner: Planner | InTurn = job.planner(self.placement)
         self.used: set[str] = set()
 
     def compile(self) -> None:
-        self.step = self.job.compile_step(self.place, self.job.layout(self.place))
-        self.state: TrainState = self.job.initial_state(self.place, 0)
+        self.step = self.job.compile_step(self.placement, self.job.layout(self.placement))
+        self.state: TrainState = self.job.initial_state(self.placement, 0)
         self.take(0)  # warms up what is compiled on first use
 
     def plan(self, number: int) -> dict[str, float]:

@@ -39,7 +39,7 @@ from dynajax.train.candidates import Candidates
 from dynajax.train.plan_ahead import PlanAhead
 from dynajax.train.record import PipelineShare
 from dynajax.train.state import TrainState
-from dynajax.train.step import Event, Outcome, apply_gradients, wait_ready
+from dynajax.train.step import Outcome, TraceEvent, apply_gradients, wait_ready
 
 _log = logging.getLogger(__name__)
 _PLANS_AHEAD = 2
@@ -97,7 +97,7 @@ class DocumentStep:
     """A step that is ready to run, whatever strategy its documents call for.
 
     Args:
-        place: the strategies and their devices.
+        placement: the strategies and their devices.
         layout: how the state lies, before and after.
         data: the documents of later steps, for planning ahead.
         planner: chooses the strategy of a step and forms its micro-batches.
@@ -107,14 +107,14 @@ class DocumentStep:
 
     def __init__(
         self,
-        place: Candidates,
+        placement: Candidates,
         layout: TrainState,
         data: DocumentSteps,
         planner: Planner,
         runners: Mapping[Placement, PipelineRunner],
         flat: FlatPrograms,
     ) -> None:
-        self.place, self.layout = place, layout
+        self.placement, self.layout = placement, layout
         self._processes = Processes.of(layout)
         self._processes.prepare()
         self._plans, self._runners, self._flat = _Plans(planner, data, self._processes), runners, flat
@@ -142,7 +142,7 @@ class DocumentStep:
             losses, busy = self._told([one.loss for one in passes], [one.busy_s for one in passes])
             with log.event("update"):
                 after = self._flat.update(state, grads)
-                wait_ready(after, f"the update under {self.place}", deadline_s)
+                wait_ready(after, f"the update under {self.placement}", deadline_s)
         shares = tuple(one.share(busy_s) for one, busy_s in zip(passes, busy.tolist(), strict=True))
         return Outcome(after, float(losses.sum() * scale), short_text(plan.strategy), shares, tuple(log.events))
 
@@ -151,10 +151,10 @@ class DocumentStep:
         with Agreement(self._processes, _STEPPING) as agreement:
             cursor = int(state.cursor)
             plan = self._plans.take(cursor)
-            where = self.place.pipelines(plan.candidate)
+            where = self.placement.pipelines(plan.candidate)
             agreement.on(lambda: (cursor, _texts(batch), where, plan.digest, _by_end(plan)))
         pipelines = enumerate(zip(where, plan.pipelines, strict=True))
-        return plan, [_Pass(n, self._runners[place], one, batch.segments) for n, (place, one) in pipelines]
+        return plan, [_Pass(n, self._runners[placement], one, batch.segments) for n, (placement, one) in pipelines]
 
     def _told(self, *known: list[float]) -> NDArray[np.float64]:
         """Rows of numbers, the same in all processes: each knows those of its pipelines, and has 0 for others."""
@@ -275,7 +275,7 @@ class _Pass:
             jax.block_until_ready(sums)
         ended_s = log.now
         self.busy_s = ended_s - self._began_s
-        log.events.append(Event("compute", self.number, None, self._began_s, ended_s))
+        log.events.append(TraceEvent("compute", self.number, None, self._began_s, ended_s))
 
     def share(self, busy_s: float) -> PipelineShare:
         """What the pipeline did; ``busy_s`` are those of the process that took longest."""
@@ -295,7 +295,7 @@ class _Log:
     """The events of a step, in seconds since it began."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self._zero = time.perf_counter()
 
     @property
@@ -306,4 +306,4 @@ class _Log:
     def event(self, what: str, pipeline: int | None = None, section: int | None = None) -> Iterator[None]:
         begin = self.now
         yield
-        self.events.append(Event(what, pipeline, section, begin, self.now))
+        self.events.append(TraceEvent(what, pipeline, section, begin, self.now))

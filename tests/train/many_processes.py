@@ -32,8 +32,8 @@ from dynajax.runtime.pipeline_runner import Passes
 from dynajax.train import Trainer
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates
+from dynajax.train.document_job import DocumentJob
 from dynajax.train.document_step import _Plans
-from dynajax.train.documents import DocumentJob
 from dynajax.train.plan_ahead import PlanAhead, TakenPlan
 
 MODEL = LlamaConfig(layers=2, hidden=8, ffn=12, heads=2, kv_heads=2, head_dim=4, vocab=128, tied=True)

@@ -14,7 +14,7 @@ from dynajax import models
 from dynajax.data import Batch, Batches, DocumentSteps, MemoryDocuments
 from dynajax.meshes import Placement
 from dynajax.train import Trainer, TrainState
-from dynajax.train.rows import RowJob
+from dynajax.train.row_job import RowJob
 
 MODEL = models.LlamaConfig(layers=2, hidden=16, ffn=32, heads=8, kv_heads=8, head_dim=4, vocab=256, tied=True)
 DOCUMENTS = tuple((f"def f{i}(x):\n    return x * {i}\n" * (1 + i % 5)).encode() for i in range(40))
