@@ -21,8 +21,10 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,25 +36,28 @@ from dynajax.balance.cost import PipelineCost, costs_of, short_text
 from dynajax.balance.dispatch import dispatch
 from dynajax.balance.estimate import PUBLISHED
 from dynajax.balance.iteration import Planner
-from dynajax.balance.lengths import Batches, shipped_lengths
-from dynajax.balance.pack import balanced, lightest_ms
+from dynajax.balance.lengths import LengthBatches, shipped_lengths
+from dynajax.balance.pack import balanced
 from dynajax.balance.profiles import load_profile, published_candidates
 from dynajax.balance.propose import enough_samples, propose
-from dynajax.balance.referee import exact_dispatch, exact_packing, milp_dispatch
-from dynajax.balance.relaxed import lp_staged_ms
 from dynajax.meshes import Strategy
+
+sys.path.append(str(Path(__file__).parents[1]))  # the referees are those of the tests
+
 from dynajax.types import Ints
+from tests.balance.dispatch_bounds import lp_staged_ms
+from tests.balance.referee import exact_dispatch, exact_packing, lightest_ms, milp_dispatch
 
 LONGEST = 32_768
 TOKENS_PER_DEVICE = 3_125  # 200K on 64 devices, 3.2M on 1,024
 SAMPLES_FROM = 1_000_000
 
 
-def batches_of(lengths: str, devices: int) -> Batches:
-    return Batches(shipped_lengths(lengths), TOKENS_PER_DEVICE * devices, LONGEST)
+def batches_of(lengths: str, devices: int) -> LengthBatches:
+    return LengthBatches(shipped_lengths(lengths), TOKENS_PER_DEVICE * devices, LONGEST)
 
 
-def own_candidates(shared: Setting, batches: Batches) -> tuple[Strategy, ...]:
+def own_candidates(shared: Setting, batches: LengthBatches) -> tuple[Strategy, ...]:
     samples = [batches.batch(SAMPLES_FROM + i).tokens for i in range(enough_samples(batches.tokens))]
     return propose(samples, shared.costs, shared.devices, shared.longest).candidates
 
@@ -101,7 +106,7 @@ def packing_quality() -> Iterator[Row]:
     for count in (25, 50, 100, 200, 400):
         ratios, seconds = [], []
         for seed in range(20):
-            batch = Batches(shipped_lengths("wikipedia"), 1_200 * count, cost.max_len // 2, seed=seed).batch(0)
+            batch = LengthBatches(shipped_lengths("wikipedia"), 1_200 * count, cost.max_len // 2, seed=seed).batch(0)
             tokens = batch.tokens[:count]
             packs_wanted = max(2, -(-int(tokens.sum() * 1.05) // cost.max_len))
             times = cost.times(tokens)
@@ -123,7 +128,7 @@ def dispatch_quality() -> Iterator[Row]:
         yield judged(strategy, costs, [tokens for tokens in drawn if tokens.max() <= room], "LP bound", lp_staged_ms)
         if deep:
             few = costs[: 3 if costs[0].devices > 8 else 4]
-            drawn = [Batches(batches.lengths, 40_000, room, seed=seed).batch(0).tokens for seed in range(6)]
+            drawn = [LengthBatches(batches.lengths, 40_000, room, seed=seed).batch(0).tokens for seed in range(6)]
             named = Strategy(tuple(cost.pipeline for cost in few))
             yield judged(named, few, drawn, "LP bound, 40,000 tokens", lp_staged_ms)
             yield judged(named, few, drawn, "HiGHS after 10 s, 40,000 tokens", highs_ms)

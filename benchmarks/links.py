@@ -43,10 +43,10 @@ from peak import in_child, resident_above
 from dynajax.bytesize import format_bytes
 from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, init
-from dynajax.runtime import Propagation
-from dynajax.runtime.flat import AXIS, STACK, add_section, flat_layout, flat_mesh, flatten
-from dynajax.runtime.gradients import gathered
+from dynajax.runtime import ShardedModel
+from dynajax.runtime.gradients import join_sections
 from dynajax.runtime.links import Link
+from dynajax.runtime.optimizer_layout import AXIS, STACK, add_section, flat_mesh, flatten, optimizer_layout
 from dynajax.runtime.sections import Section, sections_of
 from dynajax.train.candidates import Candidates
 
@@ -83,7 +83,7 @@ class Setting:
     @cached_property
     def flat(self) -> Tree:
         """Shardings of the optimizer layout."""
-        return jax.tree.map(lambda bundle: bundle.sharding, flat_layout(self.shapes, self.mesh))
+        return jax.tree.map(lambda bundle: bundle.sharding, optimizer_layout(self.shapes, self.mesh))
 
     @cached_property
     def whole(self) -> NamedSharding:
@@ -105,11 +105,11 @@ class Setting:
         return jax.tree.map(cut, self.shapes)
 
     @cached_property
-    def pipelines(self) -> list[tuple[Mesh, Propagation]]:
+    def pipelines(self) -> list[tuple[Mesh, ShardedModel]]:
         """Mesh and model of each pipeline; nothing is padded or in another order."""
         found = []
         for placed in Candidates.one(Placement.parse(self.text)).pipelines(0):
-            run = Propagation(self.model, placed.strategy)
+            run = ShardedModel(self.model, placed.strategy)
             assert all(s.is_identity for s in jax.tree.leaves(run.storage)), "device_put would move other tensors"
             found.append((placed.mesh(jax.devices()), run))
         return found
@@ -248,7 +248,9 @@ def section_of(section: Section, tree: Tree) -> Tree:
 def by_links(case: Setting, source: Any) -> list[Tree]:
     """A tree for each pipeline, with the stack by section; or one tree of sums."""
     if case.way != "push":
-        return [gathered([jax.block_until_ready(link.pull(source)[0]) for _, link in links]) for links in case.links]
+        return [
+            join_sections([jax.block_until_ready(link.pull(source)[0]) for _, link in links]) for links in case.links
+        ]
     total = case.zeros()
     for links, grads in zip(case.links, source, strict=True):
         for (section, link), part in zip(links, grads, strict=True):

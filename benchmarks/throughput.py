@@ -45,19 +45,19 @@ import numpy as np
 import optax
 from figures import Row, machine, row, show
 
-from dynajax.balance import IterationPlan, MicroBatch, PipelineCost, PipelineFill, Planner, Profile, short_text
+from dynajax.balance import IterationPlan, MicroBatch, PipelineCost, PipelinePlan, Planner, Profile, short_text
 from dynajax.balance.baselines import first_fit
-from dynajax.balance.fit import measure_profile, rows_to_measure
+from dynajax.balance.cost_fit import measure_profile, rows_to_measure
 from dynajax.balance.simulate import published_ms, simulated_ms
 from dynajax.data import DocumentSteps, MemoryDocuments, Segment, stdlib_documents
 from dynajax.meshes import Pipeline, Placement, Strategy
 from dynajax.models import LlamaConfig, init
-from dynajax.runtime import Propagation
-from dynajax.runtime.flat import flat_layout, flat_mesh, flatten
-from dynajax.runtime.pipelines import PipelineRunner
+from dynajax.runtime import ShardedModel
+from dynajax.runtime.optimizer_layout import flat_mesh, flatten, optimizer_layout
+from dynajax.runtime.pipeline_runner import PipelineRunner
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates
-from dynajax.train.documents import DocumentJob
+from dynajax.train.document_job import DocumentJob
 from dynajax.train.job import DEFAULT_OPTIONS
 from dynajax.train.state import TrainState
 from dynajax.train.trainer import step_report
@@ -85,13 +85,13 @@ def measured_profile(devices: Sequence[jax.Device], pipelines: str) -> Profile:
     Repeats go round all rows of all pipelines, so that whatever else the machine does hits all alike.
     """
     params, mesh = init(MODEL, jax.random.key(0)), flat_mesh(devices)
-    cut = jax.tree.map(lambda bundle: bundle.sharding, flat_layout(params, mesh))
+    cut = jax.tree.map(lambda bundle: bundle.sharding, optimizer_layout(params, mesh))
     flat = jax.jit(lambda p: flatten(p, len(devices)), out_shardings=cut)(params)
     timed: dict[tuple[Pipeline, tuple[int, ...]], Callable[[], float]] = {}
     for kind in (Strategy.parse(text).pipelines[0] for text in pipelines.split(",")):
         placed = Placement(Strategy((kind,)), tuple(range(kind.num_devices)))
         rows = [n for n in MEASURED if n <= room(kind)]
-        runner = PipelineRunner.of(Propagation(MODEL, placed.strategy), placed.mesh(devices), mesh, rows, SEGMENTS)
+        runner = PipelineRunner.of(ShardedModel(MODEL, placed.strategy), placed.mesh(devices), mesh, rows, SEGMENTS)
         pulled = [runner.pull(flat, k)[0] for k in range(len(runner.sections))]
         for sizes in (sizes for n in rows for sizes in rows_to_measure(n)):
             timed[kind, sizes] = partial(processor_ms, runner, pulled, sizes)
@@ -130,16 +130,16 @@ class InTurn:
     def plan(self, lengths: Any, only: int | None = None) -> IterationPlan:
         sizes = np.asarray(lengths).tolist()
         packs = [self._microbatch(members, [sizes[n] for n in members]) for members in self.pack(sizes)]
-        fills = [self._fill(tuple(packs[start :: self.copies])) for start in range(self.copies)]
+        plans = [self._pipeline(tuple(packs[start :: self.copies])) for start in range(self.copies)]
         strategy = Strategy((self.cost.pipeline,) * self.copies)
-        return IterationPlan(0, strategy, tuple(fills), max(fill.ms for fill in fills), ())
+        return IterationPlan(0, strategy, tuple(plans), max(plan.ms for plan in plans), ())
 
     def _microbatch(self, members: Sequence[int], sizes: Sequence[int]) -> MicroBatch:
         return MicroBatch(tuple(members), sum(sizes), LONGEST, self.cost.microbatch_ms(sizes, LONGEST))
 
-    def _fill(self, packs: tuple[MicroBatch, ...]) -> PipelineFill:
+    def _pipeline(self, packs: tuple[MicroBatch, ...]) -> PipelinePlan:
         times = [pack.ms for pack in packs]
-        return PipelineFill(
+        return PipelinePlan(
             self.cost.pipeline, packs, simulated_ms(times, self.cost.pp), published_ms(times, self.cost.pp)
         )
 
@@ -160,8 +160,8 @@ class InTurnJob(DocumentJob):
 
     pack: Pack
 
-    def planner(self, place: Candidates) -> Any:
-        pipelines = place.strategies[0].pipelines
+    def planner(self, placement: Candidates) -> Any:
+        pipelines = placement.strategies[0].pipelines
         (cost,) = self.balancing.costs(self.model, pipelines[:1])
         return InTurn(cost, len(pipelines), self.pack)
 
@@ -170,13 +170,13 @@ class Run:
     """One method: its job, its plans, and its state once it is compiled."""
 
     def __init__(self, name: str, job: DocumentJob, strategy: str) -> None:
-        self.name, self.job, self.place = name, job, job.place(strategy)
-        self.planner: Planner | InTurn = job.planner(self.place)
+        self.name, self.job, self.placement = name, job, job.place(strategy)
+        self.planner: Planner | InTurn = job.planner(self.placement)
         self.used: set[str] = set()
 
     def compile(self) -> None:
-        self.step = self.job.compile_step(self.place, self.job.layout(self.place))
-        self.state: TrainState = self.job.initial_state(self.place, 0)
+        self.step = self.job.compile_step(self.placement, self.job.layout(self.placement))
+        self.state: TrainState = self.job.initial_state(self.placement, 0)
         self.take(0)  # warms up what is compiled on first use
 
     def plan(self, number: int) -> dict[str, float]:

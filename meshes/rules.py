@@ -33,7 +33,6 @@ PARAMETER_RULES: Rules = MappingProxyType(
 ACTIVATION_RULES: Rules = MappingProxyType(
     {
         "batch": ("dp", "fsdp", "ep"),
-        "expert_batch": ("dp", "fsdp"),  # rows of a tensor whose experts ep cuts already
         "seq": ("cp",),
         "vocab": ("tp",),
         "heads": ("tp",),

@@ -16,8 +16,6 @@ from dynajax.models.experts import Arithmetic as Arithmetic
 from dynajax.models.experts import Choices as Choices
 from dynajax.models.experts import ExpertKernels as ExpertKernels
 from dynajax.models.experts import Experts as Experts
-from dynajax.models.experts import buffered_experts as buffered_experts
-from dynajax.models.experts import dense_experts as dense_experts
 from dynajax.models.experts import sorted_experts as sorted_experts
 from dynajax.models.functional import ParameterSpec as ParameterSpec
 from dynajax.models.functional import Params as Params

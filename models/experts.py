@@ -1,16 +1,9 @@
-"""Run the experts that a router chose: three ways to compute one function.
+"""Run the experts that a router chose, each token on its own.
 
 For each token, the outputs of its chosen experts are added up, weighted by gates. A gate of 0 takes a
-choice out, which is how padding and choices beyond an expert's capacity are dropped, so all ways give the
-same result in static shapes and differ in cost alone:
-
-- ``sorted_experts``: choices sorted by expert, grouped products. The least work on one device, or inside a
-  ``shard_map`` over local experts.
-- ``dense_experts``: every expert sees every token. Simple and slow, with no data-dependent movement at all.
-- ``buffered_experts``: each expert has a buffer for each row (Lepikhin et al., GShard, 2020). Under jit the
-  change of layout from tokens by row to buffers by expert is the all-to-all of expert parallelism.
-
-Letters in the products: b batch, s seq, e embed, x expert, m mlp, c place in a buffer.
+choice out, which is how padding and choices beyond an expert's capacity are dropped in static shapes.
+``sorted_experts`` sorts the choices by expert and computes grouped products: the least work on one device, or inside a
+``shard_map`` over local experts.
 """
 
 from __future__ import annotations
@@ -50,15 +43,10 @@ class Choices(NamedTuple):
     Attributes:
         experts: (batch, seq, top_k) int32; a number that no kernel has adds nothing.
         gates: (batch, seq, top_k) float32 weights; 0 where a choice is dropped.
-        slots: (batch, seq, top_k) int32, how many choices that count came before it in the row for the same
-            expert.
-        capacity: choices that one expert takes of a row; those with a higher slot have a gate of 0.
     """
 
     experts: jax.Array
     gates: jax.Array
-    slots: jax.Array
-    capacity: int
 
 
 class ExpertKernels(NamedTuple):
@@ -77,16 +65,6 @@ class ExpertKernels(NamedTuple):
 
 Experts = Callable[[jax.Array, Choices, ExpertKernels, Arithmetic], jax.Array]
 """``experts(x, choices, kernels, run) -> out`` with x and out (batch, seq, embed)."""
-
-
-def dense_experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: Arithmetic) -> jax.Array:
-    """Every expert on every token, then the weighted sum: experts / top_k times the work."""
-    chosen = choices.experts[..., None] == jnp.arange(kernels.up.shape[0])
-    weights = jnp.sum(jnp.where(chosen, choices.gates[..., None], 0.0), axis=2)
-    up = run.einsum("bse,xem->bsxm", x, kernels.up)
-    gate = None if kernels.gate is None else run.einsum("bse,xem->bsxm", x, kernels.gate)
-    inner = activate(up, gate) * weights[..., None].astype(run.dtype)
-    return run.einsum("bsxm,xme->bse", inner, kernels.down)
 
 
 def sorted_experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: Arithmetic) -> jax.Array:
@@ -109,21 +87,6 @@ def sorted_experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: 
     out = jnp.where((jnp.arange(out.shape[0]) < jnp.sum(sizes))[:, None], out, 0)
     out = out.at[back].get(unique_indices=True).reshape(batch, seq, top_k, embed)
     return jnp.sum(out * choices.gates[..., None].astype(run.dtype), axis=2)
-
-
-def buffered_experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: Arithmetic) -> jax.Array:
-    """Gather each row's choices in buffers of ``capacity`` places for each expert."""
-    buffers = ("expert", "expert_batch", None, "embed")
-    expert = choices.experts[..., None] == jnp.arange(kernels.up.shape[0])
-    place = choices.slots[..., None] == jnp.arange(choices.capacity)
-    weights = jnp.einsum("bskx,bskc->bsxc", expert * choices.gates[..., None], place, precision="highest")
-    filled = run.constrain(run.einsum("bse,bsxc->xbce", x, weights != 0), buffers)
-    up = run.constrain(run.einsum("xbce,xem->xbcm", filled, kernels.up), (*buffers[:3], "mlp"))
-    gate = None
-    if kernels.gate is not None:
-        gate = run.constrain(run.einsum("xbce,xem->xbcm", filled, kernels.gate), (*buffers[:3], "mlp"))
-    out = run.constrain(run.einsum("xbcm,xme->xbce", activate(up, gate), kernels.down), buffers)
-    return run.einsum("xbce,bsxc->bse", out, weights)
 
 
 def activate(up: jax.Array, gate: jax.Array | None) -> jax.Array:

@@ -1,6 +1,6 @@
 """A Llama-like decoder in Flax NNX whose layers are one stack.
 
-The parameters of all blocks lie in one ``Block`` with a leading dim "layers", and a scan runs over
+The parameters of all blocks lie in one ``DecoderBlock`` with a leading dim "layers", and a scan runs over
 that dim. Compile time does not grow with depth, and a pipeline stage is a slice of the stack.
 
 Parameters (Touvron et al., 2023, with heads and head_dim kept apart)::
@@ -26,7 +26,7 @@ from dynajax.models.layers import HIDDEN, Embedding, Head, Mlp, RMSNorm, Rotary,
 from dynajax.models.moe import MoeMlp, RouterStats
 
 
-class Block(nnx.Module):
+class DecoderBlock(nnx.Module):
     """Attention and MLP, each behind a norm and added to the residual stream; all layers stacked."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
@@ -50,7 +50,12 @@ class Block(nnx.Module):
 
 
 def scan_blocks(
-    config: LlamaConfig, blocks: Block, x: jax.Array, segment_ids: jax.Array, positions: jax.Array, run: Execution
+    config: LlamaConfig,
+    blocks: DecoderBlock,
+    x: jax.Array,
+    segment_ids: jax.Array,
+    positions: jax.Array,
+    run: Execution,
 ) -> tuple[jax.Array, RouterStats | None]:
     """Run the layers that ``blocks`` holds, few or all of the model's, one after the other.
 
@@ -85,7 +90,7 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         self.config = config
         self.embed = Embedding(config, rngs)
-        self.blocks = Block(config, rngs)
+        self.blocks = DecoderBlock(config, rngs)
         self.head = Head(config, rngs)
 
     def __call__(

@@ -89,10 +89,8 @@ def choose(config: MoeConfig, logits: jax.Array, counted: jax.Array) -> tuple[Ch
     hit = (experts[..., None] == jnp.arange(count)) & counted[..., None, None]
     in_turn = hit.reshape(batch, seq * config.top_k, count).astype(jnp.int32)
     before = (jnp.cumsum(in_turn, axis=1) - in_turn).reshape(hit.shape)
-    slots = jnp.sum(jnp.where(hit, before, 0), axis=-1)
     limit = config.capacity(seq)
-    capacity = seq if limit is None else limit
-    late = slots >= capacity
+    late = jnp.sum(jnp.where(hit, before, 0), axis=-1) >= (seq if limit is None else limit)
     gates = jnp.where(counted[..., None] & ~late, gates, 0.0)
     weight = counted.astype(jnp.float32)
     stats = RouterStats(
@@ -102,7 +100,7 @@ def choose(config: MoeConfig, logits: jax.Array, counted: jax.Array) -> tuple[Ch
         tokens=jnp.sum(weight),
         dropped=jnp.sum(late & counted[..., None], dtype=jnp.float32),
     )
-    return Choices(experts.astype(jnp.int32), gates, slots, capacity), stats
+    return Choices(experts.astype(jnp.int32), gates), stats
 
 
 class MoeMlp(nnx.Module):

@@ -38,8 +38,8 @@ EDGE = ("cli", "__main__")
 """Where the process meets its caller: may go through the public names, and reads the environment."""
 
 PURE = ("meshes", "vps", "planner", "balance")
-EFFECTS_IN_PURE = ("ahead", "html", "report")
-"""Modules of pure packages that run the pure rest, or draw what it found."""
+EFFECTS_IN_PURE = ("html",)
+"""Modules of pure packages that draw what the rest found."""
 PURE_THIRD_PARTY = ("numpy", "scipy", "ml_dtypes", "dynajax")
 PURE_JAX = ("sharding", "tree_util")
 IMPURE_STDLIB = {"asyncio", "datetime", "multiprocessing", "os", "random", "socket", "subprocess", "threading", "time"}
@@ -312,7 +312,7 @@ BAD_AND_GOOD = [
     (impure_imports, code("import time"), code("import time", "dynajax.engine.execute")),
     (impure_imports, code("from os import environ", "dynajax.meshes.rules"), code("import math")),
     (impure_imports, code("import optax", "dynajax.planner.plan"), code("import numpy.linalg, scipy.optimize")),
-    (impure_imports, code("import threading", "dynajax.balance.pack"), code("import time", "dynajax.balance.ahead")),
+    (impure_imports, code("import threading", "dynajax.balance.pack"), code("import time", "dynajax.balance.html")),
     (private_jax, code("from jax._src import core"), code("from jax._src import core", JAX_SEAM)),
     (private_jax, code("import jax\njax._src.core"), code("import jax\njax.core")),
     (private_jax, code("import jaxlib"), code("import jax")),

@@ -2,12 +2,10 @@
 
     lengths → candidates (``propose``) → for each batch: dispatch → packs → the plan of an iteration
 
-``Planner.plan`` is the way through; the other names are its parts, the referees that judge them and
-the baselines that they are compared with. Only ``PlanAhead`` has effects.
+``Planner.plan`` is the way through; the other names are its parts, and the baselines that they are
+compared with. ``dynajax.train.plan_ahead`` runs it in the background of a training job.
 """
 
-from dynajax.balance.ahead import PlanAhead as PlanAhead
-from dynajax.balance.ahead import Taken as Taken
 from dynajax.balance.baselines import Homogeneous as Homogeneous
 from dynajax.balance.bound import any_strategy_ms as any_strategy_ms
 from dynajax.balance.cost import MemoryModel as MemoryModel
@@ -15,26 +13,26 @@ from dynajax.balance.cost import PipelineCost as PipelineCost
 from dynajax.balance.cost import Profile as Profile
 from dynajax.balance.cost import Timing as Timing
 from dynajax.balance.cost import costs_of as costs_of
+from dynajax.balance.cost import data_parallel as data_parallel
 from dynajax.balance.cost import pipelines_of as pipelines_of
-from dynajax.balance.cost import replicated as replicated
 from dynajax.balance.cost import short_text as short_text
+from dynajax.balance.cost_fit import CostFit as CostFit
+from dynajax.balance.cost_fit import Point as Point
+from dynajax.balance.cost_fit import fit_cost as fit_cost
+from dynajax.balance.cost_fit import measure_profile as measure_profile
 from dynajax.balance.dispatch import Dispatch as Dispatch
 from dynajax.balance.dispatch import dispatch as dispatch
-from dynajax.balance.fill import FillOptions as FillOptions
-from dynajax.balance.fill import MicroBatch as MicroBatch
-from dynajax.balance.fill import Packing as Packing
-from dynajax.balance.fill import PipelineFill as PipelineFill
-from dynajax.balance.fill import fill as fill
-from dynajax.balance.fit import Fit as Fit
-from dynajax.balance.fit import Point as Point
-from dynajax.balance.fit import fit as fit
-from dynajax.balance.fit import measure_profile as measure_profile
+from dynajax.balance.iteration import IterationOptions as IterationOptions
 from dynajax.balance.iteration import IterationPlan as IterationPlan
 from dynajax.balance.iteration import Planner as Planner
-from dynajax.balance.iteration import PlanOptions as PlanOptions
-from dynajax.balance.lengths import Batches as Batches
+from dynajax.balance.lengths import LengthBatches as LengthBatches
 from dynajax.balance.lengths import Lengths as Lengths
 from dynajax.balance.lengths import read_lengths as read_lengths
+from dynajax.balance.microbatching import MicroBatch as MicroBatch
+from dynajax.balance.microbatching import MicrobatchOptions as MicrobatchOptions
+from dynajax.balance.microbatching import Packing as Packing
+from dynajax.balance.microbatching import PipelinePlan as PipelinePlan
+from dynajax.balance.microbatching import form_microbatches as form_microbatches
 from dynajax.balance.profiles import load_profile as load_profile
 from dynajax.balance.profiles import published_candidates as published_candidates
 from dynajax.balance.profiles import save_profile as save_profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynajax.balance.cost import PipelineCost, replicated
+from dynajax.balance.cost import PipelineCost, data_parallel
 from dynajax.balance.simulate import simulated_ms
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
@@ -25,7 +25,7 @@ class Homogeneous:
     devices: int
 
     def __post_init__(self) -> None:
-        replicated(self.cost.pipeline, self.devices)  # refuses what does not divide
+        data_parallel(self.cost.pipeline, self.devices)  # refuses what does not divide
 
     @property
     def copies(self) -> int:

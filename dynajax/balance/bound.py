@@ -1,8 +1,8 @@
 """What no plan can beat.
 
 ``any_strategy_ms`` allows every sequence its cheapest pipeline and cuts work evenly over all devices;
-bubbles and the constants of micro-batches are free. ``candidate`` bounds hold for one strategy and are
-sharper: they let the planner skip strategies that cannot win.
+bubbles and the constants of micro-batches are free. ``candidate_bound`` holds for one strategy and is
+sharper: it lets the planner skip strategies that cannot win.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CandidateBound:
     work_ms: float
 
 
-def candidate(tokens: Ints, kinds: Sequence[PipelineCost], copies: Ints) -> CandidateBound:
+def candidate_bound(tokens: Ints, kinds: Sequence[PipelineCost], copies: Ints) -> CandidateBound:
     """Lower bounds of any plan with ``copies`` pipelines of each kind, infinite if they do not hold a sequence.
 
     The bound of all work is that of the linear programme that cuts sequences over pipelines (a dual

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dynajax.balance.baselines import Homogeneous
 from dynajax.balance.bound import any_strategy_ms
-from dynajax.balance.cost import PipelineCost, Profile, replicated
+from dynajax.balance.cost import PipelineCost, Profile, data_parallel
 from dynajax.balance.iteration import Planner
 from dynajax.types import Ints
 
@@ -35,7 +35,7 @@ def setting(profile: Profile, devices: int, longest: int) -> Setting:
         BalanceError: no homogeneous layout holds them.
     """
     first = profile.homogeneous(devices, longest)
-    costs = profile.costs(replicated(first.pipeline, devices))
+    costs = profile.costs(data_parallel(first.pipeline, devices))
     return Setting(devices, longest, Homogeneous(first, devices), costs)
 
 

@@ -56,7 +56,7 @@ class Mix:
     ms: float
 
 
-def group(tokens: Ints, count: int, rooms: Sequence[int], batches: int = 1) -> Groups:
+def length_groups(tokens: Ints, count: int, rooms: Sequence[int], batches: int = 1) -> Groups:
     """About ``count`` groups of equal tokens; the longest sequences alone; cut where a pipeline's room ends.
 
     Args:

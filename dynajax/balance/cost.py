@@ -201,7 +201,7 @@ class Profile:
         best = 0
         for timing in sorted(self.timings, key=lambda t: (t.pipeline.num_devices, t.pipeline.size("pp"))):
             if devices % timing.pipeline.num_devices == 0:
-                max_len = self._max_len(timing, replicated(timing.pipeline, devices))
+                max_len = self._max_len(timing, data_parallel(timing.pipeline, devices))
                 best = max(best, max_len)
                 if max_len >= longest:
                     return PipelineCost(timing.pipeline, timing.a, timing.b, timing.c, max_len)
@@ -218,7 +218,7 @@ class Profile:
         return self.memory.max_len(timing.pipeline, optimizer)
 
 
-def replicated(pipeline: Pipeline, devices: int) -> Pipeline:
+def data_parallel(pipeline: Pipeline, devices: int) -> Pipeline:
     """``pipeline`` with as many ``dp`` copies as fill ``devices``: the homogeneous layout.
 
     Raises:

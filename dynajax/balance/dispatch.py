@@ -1,6 +1,6 @@
 """Dispatch: which pipeline runs which sequence.
 
-First assignments (``starts``) are evened out by local search (``exchange``), with any
+First assignments (``initial_solutions``) are evened out by local search (``local_search``), with any
 pairing of long and short. A sequence only goes where it fits (MaxLen), and no pipeline stays without work if
 there is a sequence for it.
 """
@@ -15,9 +15,9 @@ from numpy.typing import ArrayLike
 
 from dynajax.balance.cost import PipelineCost
 from dynajax.balance.estimate import PLANNED, Estimate
-from dynajax.balance.exchange import NEVER, Assignment, Problem
+from dynajax.balance.initial_solutions import DispatchProblem, initial_solutions
+from dynajax.balance.local_search import NEVER, Assignment, SearchProblem
 from dynajax.balance.shapes import Shapes
-from dynajax.balance.starts import Sharing, starts
 from dynajax.errors import BalanceError
 from dynajax.types import Floats, Ints
 
@@ -85,10 +85,10 @@ def assign(
             f"a sequence has {tokens.max()} tokens and the roomiest pipeline holds {max(c.max_len for c in kinds)}: "
             "truncate or split it, or add a strategy with a larger pipeline"
         )
-    problem = Problem(times, kind, tokens, estimate.finish(kinds, kind, shapes), may_idle)
+    problem = SearchProblem(times, kind, tokens, estimate.finish(kinds, kind, shapes), may_idle)
     work = np.minimum(estimate.work(kinds, tokens), NEVER)
     found: list[Assignment] = []
-    for bins in starts(Sharing(tokens, work, tuple(kinds), kind, estimate)):
+    for bins in initial_solutions(DispatchProblem(tokens, work, tuple(kinds), kind, estimate)):
         if not may_idle:
             _give_everyone_work(bins, tokens, times, kind)
         found.append(Assignment(problem, bins))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynajax.balance.cost import PipelineCost
-from dynajax.balance.exchange import Finish
+from dynajax.balance.local_search import Finish
 from dynajax.balance.shapes import UNLIMITED, Shapes
 from dynajax.types import Floats, Ints
 

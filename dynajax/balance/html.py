@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dynajax.balance.cost import short_text
-from dynajax.balance.gantt import rows
+from dynajax.balance.gantt import gantt_rows
 from dynajax.balance.iteration import IterationPlan
 from dynajax.errors import BalanceError
 
@@ -48,22 +48,22 @@ def write_html(path: str | Path, plans: Sequence[IterationPlan], facts: Mapping[
 
 def _figure(go: Any, number: int, plan: IterationPlan) -> Any:
     """A plotly figure: a row for each pipeline stage, a colour for each micro-batch, backwards paler."""
-    named = rows(plan)[:_ROWS]
+    named = gantt_rows(plan)[:_ROWS]
     figure = go.Figure()
     for backward, name, opacity in ((False, "forward", 1.0), (True, "backward", 0.55)):
-        bars = [(label, event) for label, events in named for event in events if event.backward == backward]
+        bars = [(label, task) for label, tasks in named for task in tasks if task.backward == backward]
         figure.add_bar(
             name=name,
             orientation="h",
             y=[label for label, _ in bars],
-            x=[event.end - event.start for _, event in bars],
-            base=[event.start for _, event in bars],
+            x=[task.end - task.start for _, task in bars],
+            base=[task.start for _, task in bars],
             opacity=opacity,
-            marker_color=[_COLOURS[event.microbatch % len(_COLOURS)] for _, event in bars],
-            customdata=[event.microbatch for _, event in bars],
+            marker_color=[_COLOURS[task.microbatch % len(_COLOURS)] for _, task in bars],
+            customdata=[task.microbatch for _, task in bars],
             hovertemplate=f"%{{y}}, micro-batch %{{customdata}}, {name}<br>%{{base:.0f}} ms, takes %{{x:.0f}} ms",
         )
-    hidden = len(rows(plan)) - len(named)
+    hidden = len(gantt_rows(plan)) - len(named)
     figure.update_layout(
         title=f"Iteration {number}: {short_text(plan.strategy)}, {plan.ms:.0f} ms, {plan.idle_share:.1%} idle"
         + (f" (the first {len(named)} of {len(named) + hidden} pipeline stages)" if hidden else ""),

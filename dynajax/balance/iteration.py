@@ -1,6 +1,6 @@
 """The plan of an iteration: which strategy, which sequences on which pipeline, in which micro-batches.
 
-For each candidate strategy that holds the longest sequence: dispatch, pack, simulate, and exchange
+For each candidate strategy that holds the longest sequence: dispatch, pack, simulate, and swap
 sequences between the last pipeline and the others while that ends it earlier. The candidate that ends
 first wins. Candidates are tried in the order of a lower bound (``bound``), and one whose bound is not
 below the best end so far is not tried: it cannot win.
@@ -19,17 +19,23 @@ from hashlib import sha256
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dynajax.balance import bound
+from dynajax.balance.bound import CandidateBound, candidate_bound
 from dynajax.balance.cost import PipelineCost, costs_of, short_text
 from dynajax.balance.dispatch import assign
-from dynajax.balance.exchange import Assignment, move
-from dynajax.balance.fill import FillOptions, PipelineFill, fill, fill_ms, fill_up
+from dynajax.balance.local_search import Assignment, apply_swap
+from dynajax.balance.microbatching import (
+    MicrobatchOptions,
+    PipelinePlan,
+    form_microbatches,
+    microbatches_ms,
+    pad_microbatches,
+)
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
 from dynajax.types import Floats, Ints
 
 _ROUNDS = 40
-_TRIES = 8  # exchanges that are packed and simulated in a round
+_TRIES = 8  # swaps that are packed and simulated in a round
 _ESTIMATED = 1.1  # a candidate whose estimated end is so far behind is not packed
 _HOPE = 1.03  # a candidate that is so far behind after dispatch is not searched further
 
@@ -61,7 +67,7 @@ class IterationPlan:
 
     candidate: int
     strategy: Strategy
-    pipelines: tuple[PipelineFill, ...]
+    pipelines: tuple[PipelinePlan, ...]
     ms: float
     considered: tuple[Considered, ...] = field(repr=False)
 
@@ -84,17 +90,17 @@ class IterationPlan:
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class IterationOptions:
     """How iterations are planned.
 
     Attributes:
-        filling: how a pipeline's share is packed.
+        microbatching: how a pipeline's share is packed.
         may_idle: whether a pipeline may stay without work although there are sequences enough.
         even: whether all pipelines get as many micro-batches, as one program for all of them needs; those
             that are missing are empty and marked.
     """
 
-    filling: FillOptions = field(default_factory=FillOptions)
+    microbatching: MicrobatchOptions = field(default_factory=MicrobatchOptions)
     may_idle: bool = False
     even: bool = False
 
@@ -146,7 +152,7 @@ class Planner:
     """
 
     def __init__(
-        self, candidates: Iterable[Strategy], costs: Sequence[PipelineCost], options: PlanOptions | None = None
+        self, candidates: Iterable[Strategy], costs: Sequence[PipelineCost], options: IterationOptions | None = None
     ) -> None:
         """Look the candidates up in the price list.
 
@@ -159,8 +165,8 @@ class Planner:
             BalanceError: there is no candidate, or one has a pipeline that is not in ``costs`` or that no
                 bucket fits.
         """
-        self.options = options or PlanOptions()
-        shapes = self.options.filling.shapes
+        self.options = options or IterationOptions()
+        shapes = self.options.microbatching.shapes
         fitting = shapes.limit(costs) if shapes else costs
         self.candidates = tuple(_candidate(strategy, fitting) for strategy in candidates)
         if not self.candidates:
@@ -190,8 +196,8 @@ class Planner:
             best, chosen = (shared, index) if shared.ms < best.ms else (best, chosen)
         if chosen < 0:
             raise BalanceError(
-                f"no candidate can make {self.options.filling.microbatches} micro-batches on each pipeline out of "
-                f"{tokens.size} sequences of {tokens.sum()} tokens: ask for another number, or for none"
+                f"no candidate can make {self.options.microbatching.microbatches} micro-batches on each pipeline "
+                f"out of {tokens.size} sequences of {tokens.sum()} tokens: ask for another number, or for none"
             )
         return _written(tokens, self.candidates[chosen], chosen, best.bins, considered, self.options)
 
@@ -211,10 +217,10 @@ class Planner:
             best = min(best, float(ends[index]))
         return Prices(ends, np.array([bounds[index].work_ms for index in range(len(self.candidates))]))
 
-    def _bounds(self, tokens: Ints, only: int | None) -> dict[int, bound.CandidateBound]:
+    def _bounds(self, tokens: Ints, only: int | None) -> dict[int, CandidateBound]:
         ranked = -np.sort(-tokens)
         return {
-            index: bound.candidate(ranked, c.kinds, np.bincount(c.kind))
+            index: candidate_bound(ranked, c.kinds, np.bincount(c.kind))
             for index, c in enumerate(self.candidates)
             if only in (None, index)
         }
@@ -247,19 +253,19 @@ class _Shared:
     bins: Ints
 
 
-def _dispatched(tokens: Ints, candidate: Candidate, options: PlanOptions, limit: float) -> Assignment:
-    kind, shapes = np.array(candidate.kind), options.filling.shapes
+def _dispatched(tokens: Ints, candidate: Candidate, options: IterationOptions, limit: float) -> Assignment:
+    kind, shapes = np.array(candidate.kind), options.microbatching.shapes
     return assign(tokens, candidate.kinds, kind, shapes=shapes, may_idle=options.may_idle, limit=limit)
 
 
-def _share_out(tokens: Ints, candidate: Candidate, options: PlanOptions, limit: float) -> _Shared:
+def _share_out(tokens: Ints, candidate: Candidate, options: IterationOptions, limit: float) -> _Shared:
     """A good plan of ``candidate``, given up (infinite) or not searched further if it does not end by ``limit``."""
     found = _dispatched(tokens, candidate, options, limit)
     if found.done.max() > limit * _ESTIMATED:
         return _Shared(np.inf, found.bins)
 
     def end(index: int, items: Ints) -> float:
-        return fill_ms(tokens[items].tolist(), candidate.kinds[candidate.kind[index]], options.filling)
+        return microbatches_ms(tokens[items].tolist(), candidate.kinds[candidate.kind[index]], options.microbatching)
 
     ms = np.array([end(index, items) for index, items in enumerate(found.members())])
     for _ in range(_ROUNDS):
@@ -269,15 +275,15 @@ def _share_out(tokens: Ints, candidate: Candidate, options: PlanOptions, limit: 
 
 
 def _relieve(found: Assignment, ms: Floats, end: Callable[[int, Ints], float]) -> bool:
-    """Make the first of the most promising exchanges that does end the last pipeline earlier."""
+    """Make the first of the most promising swaps that does end the last pipeline earlier."""
     source = int(ms.argmax())
-    for exchange in found.exchanges(source, _TRIES):
+    for swap in found.swaps(source, _TRIES):
         bins = found.bins.copy()
-        move(bins, exchange)
-        after = [end(index, np.flatnonzero(bins == index)) for index in (source, exchange.target)]
+        apply_swap(bins, swap)
+        after = [end(index, np.flatnonzero(bins == index)) for index in (source, swap.target)]
         if max(after) < ms[source] * (1 - 1e-6):
-            found.apply(exchange)
-            ms[[source, exchange.target]] = after
+            found.apply(swap)
+            ms[[source, swap.target]] = after
             return True
     return False
 
@@ -288,16 +294,20 @@ def _written(
     index: int,
     bins: Ints,
     considered: list[Considered],
-    options: PlanOptions,
+    options: IterationOptions,
 ) -> IterationPlan:
-    pipelines: list[PipelineFill] = []
+    pipelines: list[PipelinePlan] = []
     for pipeline, kind in enumerate(candidate.kind):
         items = np.flatnonzero(bins == pipeline)
-        pipelines.append(fill(items.tolist(), tokens[items].tolist(), candidate.kinds[kind], options.filling))
+        pipelines.append(
+            form_microbatches(items.tolist(), tokens[items].tolist(), candidate.kinds[kind], options.microbatching)
+        )
     if options.even:
         count = max(len(pipeline.microbatches) for pipeline in pipelines)
         costs = [candidate.kinds[kind] for kind in candidate.kind]
-        pipelines = [fill_up(p, count, cost, options.filling) for p, cost in zip(pipelines, costs, strict=True)]
+        pipelines = [
+            pad_microbatches(p, count, cost, options.microbatching) for p, cost in zip(pipelines, costs, strict=True)
+        ]
     ms = max(pipeline.ms for pipeline in pipelines)
     considered[index] = replace(considered[index], ms=ms)
     return IterationPlan(index, candidate.strategy, tuple(pipelines), ms, tuple(considered))

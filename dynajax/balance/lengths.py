@@ -53,8 +53,8 @@ class Lengths:
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
-    """A batch of sequences.
+class LengthBatch:
+    """The lengths of a batch.
 
     Attributes:
         tokens: int64 (sequences,), in the order of the draw.
@@ -68,8 +68,8 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Batches:
-    """Batches of a distribution, numbered from 0.
+class LengthBatches:
+    """Batches of lengths drawn from a distribution, numbered from 0.
 
     Attributes:
         lengths: the distribution.
@@ -92,7 +92,7 @@ class Batches:
                 "tokens must be 1 or more, the seed 0 or more"
             )
 
-    def batch(self, iteration: int) -> Drawn:
+    def batch(self, iteration: int) -> LengthBatch:
         """The batch of ``iteration``.
 
         Raises:
@@ -107,7 +107,7 @@ class Batches:
         kept = pieces.length[:count].copy()
         kept[-1] -= ends[count - 1] - self.tokens
         used = cut(documents[: pieces.document[count - 1] + 1], self.longest, self.overlong)
-        return Drawn(kept, used.cut_documents, used.dropped_tokens)
+        return LengthBatch(kept, used.cut_documents, used.dropped_tokens)
 
 
 def shipped_lengths(name: str) -> Lengths:

@@ -1,21 +1,19 @@
 """Packing: which sequences of a pipeline share a micro-batch.
 
 ``fewest`` makes as few micro-batches as it can, ``balanced`` makes a given number of like price; both
-keep every micro-batch within a number of tokens and of sequences. ``contiguous`` cuts a list into
-intervals at least cost, each interval on the strategy that suits it, for any price of an interval.
-``order`` says in which order unequal micro-batches enter a pipeline.
+keep every micro-batch within a number of tokens and of sequences. ``neighbours`` does the same with packs of
+neighbours in length only. ``order`` says in which order unequal micro-batches enter a pipeline.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
-from dynajax.balance.exchange import NEVER, Assignment, Problem
+from dynajax.balance.local_search import NEVER, Assignment, SearchProblem
 from dynajax.errors import BalanceError
 from dynajax.types import Floats, Ints
 
@@ -79,25 +77,10 @@ def balanced(
         return np.where((held <= room) & (items <= max_segments), load, NEVER)
 
     kind = np.zeros(count, np.int64)
-    problem = Problem(np.asarray(times, np.float64)[None], kind, np.asarray(tokens, np.int64), finish)
+    problem = SearchProblem(np.asarray(times, np.float64)[None], kind, np.asarray(tokens, np.int64), finish)
     found = Assignment(problem, bins)
     found.improve(_STEPS_PER_PACK * count)
     return [np.flatnonzero(found.bins == index).tolist() for index in range(count)]
-
-
-def lightest_ms(times: Floats, count: int) -> float:
-    """No way to make ``count`` packs has a heaviest pack cheaper than this.
-
-    It is at least the mean, the most expensive sequence, and, where i + 1 sequences share ``count``
-    packs, the cheapest ⌈(i + 1) / count⌉ of the i + 1 most expensive.
-    """
-    ranked = np.sort(np.asarray(times, np.float64))[::-1]
-    if not ranked.size:
-        return 0.0
-    sums = np.concatenate([[0.0], ranked.cumsum()])
-    end = np.arange(1, ranked.size + 1)
-    together = sums[end] - sums[end + (-end // count)]
-    return float(max(sums[-1] / count, together.max()))
 
 
 def order(times: Sequence[float]) -> list[int]:
@@ -107,53 +90,6 @@ def order(times: Sequence[float]) -> list[int]:
     """
     ranked = sorted(range(len(times)), key=lambda i: (times[i], i))
     return ranked[::2] + ranked[1::2][::-1]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Items ``start`` to ``stop`` (exclusive) together, on a strategy.
-
-    Attributes:
-        start: first item.
-        stop: one past the last.
-        strategy: position of the strategy in the prices.
-    """
-
-    start: int
-    stop: int
-    strategy: int
-
-
-def contiguous(prices: Floats) -> tuple[Floats, tuple[Interval, ...]]:
-    """Cut a list into intervals so that the sum of their prices is least.
-
-    Args:
-        prices: float64 (strategies, n, n + 1); ``prices[s, i, j]`` is the price of items i to j
-            (exclusive) together on strategy s, infinite if it cannot be.
-
-    Returns:
-        The least price of the first 1, 2, … n items, and the intervals for all of them.
-
-    Raises:
-        BalanceError: there is no such cut.
-    """
-    items = prices.shape[1]
-    cheapest, strategy = prices.min(axis=0), prices.argmin(axis=0)
-    least = np.zeros(items + 1)
-    came_from = np.zeros(items + 1, np.int64)
-    for stop in range(1, items + 1):
-        totals = least[:stop] + cheapest[:stop, stop]
-        came_from[stop] = totals.argmin()
-        least[stop] = totals[came_from[stop]]
-    if not np.isfinite(least[-1]):
-        raise BalanceError(f"{items} items cannot be cut into intervals: no strategy holds some of them")
-    intervals: list[Interval] = []
-    stop = items
-    while stop:
-        start = int(came_from[stop])
-        intervals.append(Interval(start, stop, int(strategy[start, stop])))
-        stop = start
-    return least[1:], tuple(reversed(intervals))
 
 
 def neighbours(times: Sequence[float], tokens: Sequence[int], count: int, room: int, max_segments: int) -> Packs | None:

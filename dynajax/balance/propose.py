@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynajax.balance.compose import Mix, compose, group, prefixes
+from dynajax.balance.compose import Mix, compose, length_groups, prefixes
 from dynajax.balance.cost import PipelineCost
-from dynajax.balance.iteration import Planner, PlanOptions
+from dynajax.balance.iteration import IterationOptions, Planner
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
 from dynajax.types import Bools, Floats, Ints
@@ -53,7 +53,7 @@ def propose(
     longest: int,
     *,
     most: int = 12,
-    options: PlanOptions | None = None,
+    options: IterationOptions | None = None,
 ) -> Proposal:
     """At most ``most`` strategies of exactly ``devices`` devices that suit batches like ``samples``.
 
@@ -71,7 +71,7 @@ def propose(
     filled = [np.asarray(tokens, np.int64) for tokens in samples if len(tokens)]
     if not filled or most < 1:
         raise BalanceError(f"{len(filled)} sample batches with sequences and most={most}: give at least one of each")
-    shapes = (options or PlanOptions()).filling.shapes
+    shapes = (options or IterationOptions()).microbatching.shapes
     kinds = [cost for cost in (shapes.limit(costs) if shapes else costs) if cost.devices <= devices]
     if not kinds or longest > max(cost.max_len for cost in kinds):
         raise BalanceError(
@@ -123,8 +123,8 @@ def _mixes(samples: Sequence[_Sample], kinds: Sequence[PipelineCost], devices: i
     """Different mixes: the best of each sample, of all shorter sequences of all, and a homogeneous one."""
     rooms = [cost.max_len for cost in kinds]
     every = np.append(np.concatenate([sample.tokens for sample in samples]), longest)
-    found = [compose(group(sample.tokens, _GROUPS, rooms), kinds, devices) for sample in samples]
-    found += prefixes(group(every, _GROUPS, rooms, len(samples)), kinds, devices)
+    found = [compose(length_groups(sample.tokens, _GROUPS, rooms), kinds, devices) for sample in samples]
+    found += prefixes(length_groups(every, _GROUPS, rooms, len(samples)), kinds, devices)
     for k, cost in enumerate(kinds):
         if cost.max_len >= longest and devices % cost.devices == 0:
             found.append(Mix(tuple(devices // cost.devices * (i == k) for i in range(len(kinds))), float("inf")))

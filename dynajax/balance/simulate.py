@@ -18,8 +18,8 @@ FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
-class Event:
-    """One pipeline stage at work.
+class StageTask:
+    """A forward or backward of one micro-batch on one pipeline stage.
 
     Attributes:
         stage: pipeline stage, 0 first.
@@ -36,15 +36,12 @@ class Event:
     end: float
 
 
-Record = Callable[[Event], None]
-
-
 def published_ms(times: Sequence[float], pp: int) -> float:
     """``(pp − 1 + V)·max(times)``, 0 without micro-batches."""
     return (pp - 1 + len(times)) * max(times) if times else 0.0
 
 
-def simulated_ms(times: Sequence[float], pp: int, record: Record | None = None) -> float:
+def simulated_ms(times: Sequence[float], pp: int, record: Callable[[StageTask], None] | None = None) -> float:
     """Time until the last backward of one-forward-one-backward (1F1B), in ms.
 
     Stage s runs pp − s forwards ahead, then alternates, so it holds at most pp − s micro-batches.
@@ -52,7 +49,7 @@ def simulated_ms(times: Sequence[float], pp: int, record: Record | None = None) 
     Args:
         times: ms of each micro-batch on one pipeline stage, in the order in which they enter.
         pp: pipeline stages.
-        record: is handed every event, if given.
+        record: is handed every task, if given.
     """
     if pp == 1 and record is None:
         return float(sum(times))
@@ -65,47 +62,24 @@ def simulated_ms(times: Sequence[float], pp: int, record: Record | None = None) 
             start = max(free[stage], arrivals[stage - 1]) if stage else free[0]
             arrivals[stage] = free[stage] = start + times[step - stage] * FORWARD
             if record:
-                record(Event(stage, step - stage, False, start, free[stage]))
+                record(StageTask(stage, step - stage, False, start, free[stage]))
         if step >= pp - 1:
             _backward(step - pp + 1, times[step - pp + 1] * (1 - FORWARD), free, record)
     return max(free)
 
 
-def gpipe_ms(times: Sequence[float], pp: int, record: Record | None = None) -> float:
-    """Time of all forwards first, then all backwards, last micro-batch first (GPipe), in ms.
-
-    Every pipeline stage then holds all micro-batches at once: MaxLen, made for 1F1B, does not cover it.
-
-    Args:
-        times: ms of each micro-batch on one pipeline stage, in the order in which they enter.
-        pp: pipeline stages.
-        record: is handed every event, if given.
-    """
-    free = [0.0] * pp
-    for microbatch, time in enumerate(times):
-        arrived = 0.0
-        for stage in range(pp):
-            start = max(free[stage], arrived)
-            arrived = free[stage] = start + time * FORWARD
-            if record:
-                record(Event(stage, microbatch, False, start, arrived))
-    for microbatch in reversed(range(len(times))):
-        _backward(microbatch, times[microbatch] * (1 - FORWARD), free, record)
-    return max(free)
+def timeline(times: Sequence[float], pp: int) -> tuple[StageTask, ...]:
+    """The tasks of ``simulated_ms``, in the order of their start."""
+    tasks: list[StageTask] = []
+    simulated_ms(times, pp, tasks.append)
+    return tuple(sorted(tasks, key=lambda task: (task.start, task.stage)))
 
 
-def timeline(times: Sequence[float], pp: int) -> tuple[Event, ...]:
-    """The events of ``simulated_ms``, in the order of their start."""
-    events: list[Event] = []
-    simulated_ms(times, pp, events.append)
-    return tuple(sorted(events, key=lambda event: (event.start, event.stage)))
-
-
-def _backward(microbatch: int, time: float, free: list[float], record: Record | None) -> None:
+def _backward(microbatch: int, time: float, free: list[float], record: Callable[[StageTask], None] | None) -> None:
     """Run one backward through all stages, the last first; ``free`` is when each can start."""
     arrived = 0.0
     for stage in reversed(range(len(free))):
         start = max(free[stage], arrived)
         arrived = free[stage] = start + time
         if record:
-            record(Event(stage, microbatch, True, start, arrived))
+            record(StageTask(stage, microbatch, True, start, arrived))

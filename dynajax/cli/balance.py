@@ -15,11 +15,11 @@ from rich.table import Table
 
 from dynajax.balance.compare import Baselines, Setting, baselines, setting
 from dynajax.balance.cost import short_text
-from dynajax.balance.fill import FillOptions
-from dynajax.balance.gantt import text
+from dynajax.balance.gantt import gantt_text
 from dynajax.balance.html import write_html
-from dynajax.balance.iteration import IterationPlan, Planner, PlanOptions
-from dynajax.balance.lengths import Batches, read_lengths
+from dynajax.balance.iteration import IterationOptions, IterationPlan, Planner
+from dynajax.balance.lengths import LengthBatches, read_lengths
+from dynajax.balance.microbatching import MicrobatchOptions
 from dynajax.balance.profiles import load_profile, published_candidates
 from dynajax.balance.propose import enough_samples, propose
 from dynajax.balance.shapes import Shapes
@@ -116,7 +116,7 @@ def run(options: BalanceOptions) -> int:
     if min(options.devices, options.tokens, options.iterations, options.longest) < 1 or options.buckets < 0:
         raise BalanceError("--devices, --tokens, --iterations and --longest must be 1 or more, --buckets 0 or more")
     require_writable("--html", options.html)
-    batches = Batches(
+    batches = LengthBatches(
         read_lengths(options.lengths), options.tokens, options.longest, Overlong(options.overlong), options.seed
     )
     shared = setting(load_profile(options.profile), options.devices, options.longest)
@@ -132,13 +132,15 @@ def run(options: BalanceOptions) -> int:
     return 0
 
 
-def _planner(options: BalanceOptions, shared: Setting, batches: Batches) -> Planner:
+def _planner(options: BalanceOptions, shared: Setting, batches: LengthBatches) -> Planner:
     shapes = Shapes(options.buckets, options.max_segments) if options.buckets else None
-    how = PlanOptions(FillOptions(shapes, microbatches=options.microbatches))
+    how = IterationOptions(MicrobatchOptions(shapes, microbatches=options.microbatches))
     return Planner(_candidates(options, shared, batches, how), shared.costs, how)
 
 
-def _candidates(options: BalanceOptions, shared: Setting, batches: Batches, how: PlanOptions) -> tuple[Strategy, ...]:
+def _candidates(
+    options: BalanceOptions, shared: Setting, batches: LengthBatches, how: IterationOptions
+) -> tuple[Strategy, ...]:
     if options.candidates == "published":
         return published_candidates(options.devices, shared.costs)
     if options.candidates == "propose":
@@ -155,7 +157,7 @@ def _candidates(options: BalanceOptions, shared: Setting, batches: Batches, how:
     return named
 
 
-def _plan(planner: Planner, shared: Setting, batches: Batches, iteration: int) -> _Planned:
+def _plan(planner: Planner, shared: Setting, batches: LengthBatches, iteration: int) -> _Planned:
     drawn = batches.batch(iteration)
     start = time.perf_counter()
     plan = planner.plan(drawn.tokens)
@@ -221,7 +223,7 @@ def _show(console: Console, shared: Setting, planned: Sequence[_Planned], summar
     for part in (candidates, iterations, times):
         console.print(part)
     console.print(
-        f"iteration 0 on {summary.candidates[planned[0].plan.candidate]}:\n{text(planned[0].plan)}", markup=False
+        f"iteration 0 on {summary.candidates[planned[0].plan.candidate]}:\n{gantt_text(planned[0].plan)}", markup=False
     )
     idle, plan_ms = f"{summary.idle_share:.1%}", f"{summary.plan_ms:.1f}"
     console.print(f"idle {idle} of device time; a plan over all candidates takes {plan_ms} ms (median)")

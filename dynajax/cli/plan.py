@@ -80,7 +80,7 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class Switch:
+class PlannedSwitch:
     """A planned switch.
 
     Attributes:
@@ -122,14 +122,14 @@ def _parts(options: PlanOptions) -> StateParts:
     return StateParts(options.master, options.moments, options.weights, options.gradients)
 
 
-def plan_switches(state: JobState, options: PlanOptions) -> list[Switch]:
+def plan_switches(state: JobState, options: PlanOptions) -> list[PlannedSwitch]:
     """A plan for each target of the options."""
     source = Strategy.parse(options.source)
     targets = [Strategy.parse(part) for part in options.target.split(",")]
     most = max(s.num_devices for s in (source, *targets))
     topology = _topology(options.topology, most)
     budget, granularity = parse_bytes(options.budget), Granularity(options.memory)
-    switches: list[Switch] = []
+    switches: list[PlannedSwitch] = []
     for target in targets:
         start = time.perf_counter()
         before, after = state.layout(source), state.layout(target)
@@ -139,7 +139,7 @@ def plan_switches(state: JobState, options: PlanOptions) -> list[Switch]:
             after = renumbered(after, assign_ranks(before, after, topology, pool, unit))
         plan = build_plan(before, after, budget, topology=topology, granularity=granularity)
         cost = price_plan(plan)
-        switches.append(Switch(target, plan, cost, time.perf_counter() - start))
+        switches.append(PlannedSwitch(target, plan, cost, time.perf_counter() - start))
     return switches
 
 
@@ -150,7 +150,7 @@ def _topology(cluster: str, devices: int) -> Topology:
     return Topology.load(cluster, -(-devices // whole) * whole) if devices > whole else known
 
 
-def record(options: PlanOptions, state: JobState, switches: list[Switch]) -> dict[str, Any]:
+def record(options: PlanOptions, state: JobState, switches: list[PlannedSwitch]) -> dict[str, Any]:
     """What ``--json`` prints: the cheapest switch, and what every target costs."""
     plan, cost = switches[0].plan, switches[0].price
     return {
@@ -195,7 +195,7 @@ def _worth(options: PlanOptions, cost: Price) -> bool | None:
     return worth_it(cost, options.saves, options.steps)
 
 
-def facts(options: PlanOptions, state: JobState, switch: Switch) -> dict[str, str]:
+def facts(options: PlanOptions, state: JobState, switch: PlannedSwitch) -> dict[str, str]:
     """What there is to say about a switch, name by name."""
     plan, cost = switch.plan, switch.price
     moved, total = plan.bytes_moved, max(plan.bytes_needed, 1)
@@ -223,7 +223,7 @@ def facts(options: PlanOptions, state: JobState, switch: Switch) -> dict[str, st
     return rows
 
 
-def _show(options: PlanOptions, state: JobState, switches: list[Switch]) -> None:
+def _show(options: PlanOptions, state: JobState, switches: list[PlannedSwitch]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH_WITHOUT_TERMINAL)

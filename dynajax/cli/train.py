@@ -18,10 +18,10 @@ from dynajax.cli.train_setup import Setup, check
 from dynajax.errors import RunError
 from dynajax.train import StepReport, SwitchReport, Trainer, TrainState
 from dynajax.train.candidates import Candidates
-from dynajax.train.documents import DocumentJob
-from dynajax.train.job import Place
+from dynajax.train.document_job import DocumentJob
+from dynajax.train.job import JobPlacement
 from dynajax.train.record import as_event
-from dynajax.train.schedule import follow
+from dynajax.train.switch_schedule import follow
 from dynajax.train.twin import unswitched_losses
 
 
@@ -67,20 +67,20 @@ class Twin:
     """Where the twin of a run starts: as the run does, or on documents under one pipeline.
 
     Attributes:
-        place: where it runs.
+        placement: where it runs.
         state: of its first step.
     """
 
-    place: Place
+    placement: JobPlacement
     state: TrainState
 
     @staticmethod
     def of(trainer: Trainer, folder: RunFolder) -> Twin:
         """The twin of the run that ``trainer`` begins."""
-        job, place = trainer.job, trainer.placement
-        if isinstance(job, DocumentJob) and isinstance(place, Candidates):
-            place = job.alone(place)
-        return Twin(place, folder.first_state(trainer, place))
+        job, placement = trainer.job, trainer.placement
+        if isinstance(job, DocumentJob) and isinstance(placement, Candidates):
+            placement = job.alone(placement)
+        return Twin(placement, folder.first_state(trainer, placement))
 
 
 def _train(
@@ -113,11 +113,11 @@ def _compare(
     """The largest relative difference between the losses of the run and of its unswitched twin."""
     lines: list[dict[str, Any]] = []
     with display.progress("unswitched twin", setup.begin, setup.begin + len(steps)) as bar:
-        losses = unswitched_losses(trainer, twin.place, twin.state, setup.begin + len(steps))
+        losses = unswitched_losses(trainer, twin.placement, twin.state, setup.begin + len(steps))
         for report, loss in zip(steps, losses, strict=True):
             difference = abs(report.loss - loss) / abs(loss)
             lines.append({"step": report.step, "loss": report.loss, "twin_loss": loss, "rel_diff": difference})
-            bar.stepped(report.step, loss, str(twin.place))
+            bar.stepped(report.step, loss, str(twin.placement))
     folder.compared(lines)
     largest = max((line["rel_diff"] for line in lines), default=0.0)
     display.note(f"largest relative difference to the losses of the unswitched twin: {largest:.1e}")

@@ -14,7 +14,7 @@ from dynajax.cli.train_setup import Setup
 from dynajax.errors import RunError
 from dynajax.train import Trainer, TrainState
 from dynajax.train.checkpoint import Checkpoints
-from dynajax.train.job import Place
+from dynajax.train.job import JobPlacement
 from dynajax.train.record import Record, drop_since
 
 VERIFIED = "verify.jsonl"
@@ -50,9 +50,9 @@ class RunFolder:
         self._begin()
         return self.first_state(trainer) if resumed is None else resumed
 
-    def first_state(self, trainer: Trainer, place: Place | None = None) -> TrainState:
-        """The state of the first step, at ``place`` or where the trainer is: new, or that of the latest checkpoint."""
-        where: Place = trainer.placement if place is None else place
+    def first_state(self, trainer: Trainer, placement: JobPlacement | None = None) -> TrainState:
+        """The state of the first step, new or of the latest checkpoint, at ``placement`` or else the trainer's."""
+        where: JobPlacement = trainer.placement if placement is None else placement
         if self._path is None or not self._setup.options.resume:
             return trainer.job.initial_state(where, trainer.seed)
         with Checkpoints(self._path / CHECKPOINTS) as checkpoints:

@@ -12,7 +12,7 @@ import tyro
 from dynajax.errors import RunError
 from dynajax.train.candidates import read_asked
 from dynajax.train.checkpoint import latest_step
-from dynajax.train.schedule import Schedule, Switch
+from dynajax.train.switch_schedule import ScheduledSwitch, SwitchSchedule
 
 CONFIG, METRICS, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
 """What lies in the folder of a run."""
@@ -78,7 +78,7 @@ class TrainOptions:
     """Print one JSON object on standard output, and all else on standard error."""
 
 
-def saved_config(options: TrainOptions, schedule: Schedule) -> str:
+def saved_config(options: TrainOptions, schedule: SwitchSchedule) -> str:
     """The text of ``config.json``: the flags of the run, with the schedule as it is followed."""
     switches = [str(switch) for switch in schedule.switches]
     flags = asdict(options) | {"strategy": str(schedule.first), "switch": switches}
@@ -94,7 +94,9 @@ def continued(options: TrainOptions) -> TrainOptions:
         RunError: there is no such run, or it has no checkpoint.
     """
     step, stored = resumed_step(options), _stored(options)
-    schedule = Schedule(read_asked(stored.strategy or ""), tuple(map(Switch.parse, stored.switch))).since(step)
+    schedule = SwitchSchedule(
+        read_asked(stored.strategy or ""), tuple(map(ScheduledSwitch.parse, stored.switch))
+    ).since(step)
     keeps = options.strategy is None and not options.switch
     return replace(
         stored,

@@ -24,9 +24,9 @@ from dynajax.train import StepOptions, Trainer
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Asked, Candidates, read_asked, takes_documents
 from dynajax.train.fit import batch_shards, require_fit, similar, surprises
-from dynajax.train.job import Place
-from dynajax.train.recipe import adamw
-from dynajax.train.schedule import Schedule, Switch, tour
+from dynajax.train.job import JobPlacement
+from dynajax.train.optimizer import adamw
+from dynajax.train.switch_schedule import ScheduledSwitch, SwitchSchedule, tour
 
 _COPIES_OF_STATE = 3
 """The state, its gradients and updates, and the copy that a step may make of what it consumes."""
@@ -46,7 +46,7 @@ class Setup:
 
     options: TrainOptions
     model: LlamaConfig
-    schedule: Schedule
+    schedule: SwitchSchedule
     data: Batches | DocumentSteps
     begin: int
 
@@ -206,7 +206,7 @@ def _require_folder(options: TrainOptions) -> None:
         raise RunError(f"--out {out} holds another run; go on with it by --resume, or name another folder")
 
 
-def _schedule(options: TrainOptions, model: LlamaConfig) -> Schedule:
+def _schedule(options: TrainOptions, model: LlamaConfig) -> SwitchSchedule:
     if options.strategy is None and not options.switch:
         return tour(model, options.devices, options.steps)
     if options.strategy is None:
@@ -215,7 +215,7 @@ def _schedule(options: TrainOptions, model: LlamaConfig) -> Schedule:
         first = read_asked(options.strategy)
         if isinstance(first, Placement):
             _require_all_devices(options.strategy, first, options.devices)
-    return Schedule(first, tuple(map(Switch.parse, options.switch)))
+    return SwitchSchedule(first, tuple(map(ScheduledSwitch.parse, options.switch)))
 
 
 def _require_all_devices(text: str, first: Placement, devices: int) -> None:
@@ -230,16 +230,16 @@ def _require_all_devices(text: str, first: Placement, devices: int) -> None:
     )
 
 
-def _require_memory(trainer: Trainer, places: Sequence[Place]) -> None:
+def _require_memory(trainer: Trainer, placements: Sequence[JobPlacement]) -> None:
     """Emulated devices share one memory, and running out of it ends the process without a word."""
     if trainer.job.devices[0].platform != "cpu":
         return
     free = psutil.virtual_memory().available
-    for place in places:
-        needed = _COPIES_OF_STATE * sum(map(_held_bytes, jax.tree.leaves(trainer.job.abstract_state(place))))
+    for placement in placements:
+        needed = _COPIES_OF_STATE * sum(map(_held_bytes, jax.tree.leaves(trainer.job.abstract_state(placement))))
         if needed > free:
             raise RunError(
-                f"{place} needs about {format_bytes(needed)} on emulated devices and {format_bytes(free)} are "
+                f"{placement} needs about {format_bytes(needed)} on emulated devices and {format_bytes(free)} are "
                 "free; take a smaller --model, or a strategy with fewer copies"
             )
 

@@ -4,8 +4,6 @@ from dynajax.data.batch import Batch as Batch
 from dynajax.data.batch import Segment as Segment
 from dynajax.data.batch import lay_out as lay_out
 from dynajax.data.batch import pad_rows as pad_rows
-from dynajax.data.batch import pad_seq as pad_seq
-from dynajax.data.batch import shard_rows as shard_rows
 from dynajax.data.batches import Batches as Batches
 from dynajax.data.corpus import VOCAB_SIZE as VOCAB_SIZE
 from dynajax.data.corpus import Documents as Documents

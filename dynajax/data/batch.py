@@ -124,48 +124,13 @@ def pad_rows(batch: Batch, multiple: int) -> Batch:
     """``batch`` with filler rows of weight 0 at its end, so that ``multiple`` divides its rows.
 
     Fillers are all padding: they change neither the sum of a loss nor the number of targets.
-    """
-    _require_positive(multiple)
-    return _padded(batch, dim=0, size=_round_up(batch.rows, multiple))
-
-
-def pad_seq(batch: Batch, multiple: int) -> Batch:
-    """``batch`` with padding of weight 0 at the end of each row, so that ``multiple`` divides ``seq_len``."""
-    _require_positive(multiple)
-    return _padded(batch, dim=1, size=_round_up(batch.seq_len, multiple))
-
-
-def shard_rows(batch: Batch, shard: int, shards: int) -> Batch:
-    """The rows that shard number ``shard`` of ``shards`` feeds: equal, consecutive blocks.
 
     Raises:
-        DataError: ``shards`` does not divide the rows, or there is no such shard.
+        DataError: ``multiple`` is below 1.
     """
-    require_shard(shard, shards)
-    if batch.rows % shards:
-        raise DataError(f"{batch.rows} rows do not divide into {shards} shards: use pad_rows(batch, {shards}) first")
-    size = batch.rows // shards
-    return jax.tree.map(lambda leaf: leaf[shard * size : (shard + 1) * size], batch)
-
-
-def require_shard(shard: int, shards: int) -> None:
-    """Raises DataError unless ``0 <= shard < shards``."""
-    if not 0 <= shard < shards:
-        raise DataError(f"shard {shard} of {shards}: number the shards from 0 to shards - 1")
-
-
-def _require_positive(multiple: int) -> None:
     if multiple < 1:
         raise DataError(f"cannot pad to a multiple of {multiple}: give 1 or more")
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _padded(batch: Batch, dim: int, size: int) -> Batch:
-    missing = size - batch.tokens.shape[dim]
+    missing = -batch.rows % multiple
     if not missing:
         return batch
-    widths = [(0, missing if d == dim else 0) for d in range(2)]
-    return jax.tree.map(lambda leaf: np.pad(leaf, widths), batch)
+    return jax.tree.map(lambda leaf: np.pad(leaf, [(0, missing), (0, 0)]), batch)

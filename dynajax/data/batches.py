@@ -2,7 +2,7 @@
 
 Documents are cut and packed once, from their lengths, into rows; Grain gives the rows an endless order,
 reshuffled every epoch. A row is a sample. Nothing depends on who reads, how many read, or what was read
-before: a process may build the whole batch or its own rows of it, from any step.
+before: ``take`` builds any rows of the stream.
 
     batches = Batches(stdlib_documents(), batch_size=8, seq_len=128, seed=0)
     batch = batches[1000]
@@ -10,16 +10,15 @@ before: a process may build the whole batch or its own rows of it, from any step
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import grain
 
-from dynajax.data.batch import Batch, Segment, lay_out, pad_rows, require_shard
+from dynajax.data.batch import Batch, Segment, lay_out
 from dynajax.data.corpus import Documents
-from dynajax.data.packing import Bins, Overlong, Pieces, cut, pack
+from dynajax.data.packing import Bins, DocumentPieces, Overlong, cut, pack_rows
 from dynajax.data.stream import Stream, endless_order, item, stream_digest
 from dynajax.errors import DataError
 
@@ -62,14 +61,14 @@ class Batches(Stream):
         _ = self._order
 
     @cached_property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> DocumentPieces:
         """The documents cut to ``seq_len``, with the counts of what was cut and dropped."""
         return cut(self.documents.lengths, self.seq_len, self.overlong)
 
     @cached_property
     def bins(self) -> Bins:
         """The pieces of each row, by the row's number in the corpus."""
-        return pack(self.pieces.length, self.seq_len, self.max_segments, seed=self.seed)
+        return pack_rows(self.pieces.length, self.seq_len, self.max_segments, seed=self.seed)
 
     @property
     def rows_per_epoch(self) -> int:
@@ -104,28 +103,6 @@ class Batches(Stream):
             raise DataError(f"{count} rows from sample {sample}: give 1 or more rows, and a sample of 0 or more")
         return self._batch([item(self._rows, i) for i in range(sample, sample + count)])
 
-    def take_shard(self, sample: int, count: int, shard: int, shards: int) -> Batch:
-        """What ``shard_rows(pad_rows(take(sample, count), shards), shard, shards)`` gives; reads these rows alone."""
-        require_shard(shard, shards)
-        size = -(-count // shards)
-        begin = min(shard * size, count)
-        end = min(begin + size, count)
-        if begin == end:
-            return pad_rows(self._batch([[]]), size)
-        return pad_rows(self.take(sample + begin, end - begin), size)
-
-    def stream(self, sample: int = 0, *, ahead: int = 2) -> Generator[Batch, None, None]:
-        """Batches from ``sample`` on, for ever, built in a background thread that keeps ``ahead`` of them ready.
-
-        The thread ends when the generator is closed or collected.
-        """
-        if sample < 0 or ahead < 1:
-            raise DataError(f"sample {sample}, {ahead} batches ahead: give a sample of 0 or more, and 1 or more ahead")
-        batches = self._rows.slice(slice(sample, None)).batch(self.batch_size, batch_fn=self._batch)
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=ahead)
-        with closing(batches.to_iter_dataset(options).__iter__()) as ready:
-            yield from ready
-
     @cached_property
     def digest(self) -> str:
         """Names the rows and their order; the batch size is no part of it."""
@@ -149,7 +126,7 @@ class Batches(Stream):
         return lay_out(rows, self.seq_len, self.max_segments)
 
 
-def read_piece(documents: Documents, pieces: Pieces, piece: int) -> Segment:
+def read_piece(documents: Documents, pieces: DocumentPieces, piece: int) -> Segment:
     """Piece number ``piece``, read: its tokens, and the target of its last one if it has one."""
     start, length = int(pieces.start[piece]), int(pieces.length[piece])
     document = int(pieces.document[piece])

@@ -16,14 +16,14 @@ from functools import cached_property
 
 import grain
 import numpy as np
+from numpy.typing import NDArray
 
 from dynajax.data.batch import Segment
 from dynajax.data.batches import read_piece
 from dynajax.data.corpus import Documents
-from dynajax.data.packing import Bins, Overlong, Pieces, cut, group, shuffled
+from dynajax.data.packing import Bins, DocumentPieces, Overlong, cut, group_in_order, shuffled
 from dynajax.data.stream import Stream, endless_order, item, stream_digest
 from dynajax.errors import DataError
-from dynajax.types import Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class DocumentBatch:
     segments: tuple[Segment, ...]
 
     @property
-    def lengths(self) -> Ints:
+    def lengths(self) -> NDArray[np.int64]:
         """int64 (sequences,), tokens of each."""
         return np.array([s.length for s in self.segments], np.int64)
 
@@ -99,7 +99,7 @@ class DocumentSteps(Stream):
         _ = self._order
 
     @cached_property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> DocumentPieces:
         """The documents cut to ``longest``, with the counts of what was cut and dropped."""
         return cut(self.documents.lengths, self.longest, self.overlong)
 
@@ -107,7 +107,7 @@ class DocumentSteps(Stream):
     def bins(self) -> Bins:
         """The pieces of each step, by the step's number in the corpus."""
         order = shuffled(np.arange(len(self.pieces)), self.seed)
-        groups = group(self.pieces.length[order], self.token_budget, alignment=self.alignment)
+        groups = group_in_order(self.pieces.length[order], self.token_budget, alignment=self.alignment)
         return Bins(order[groups.members], groups.starts)
 
     @property
@@ -115,7 +115,7 @@ class DocumentSteps(Stream):
         """Steps that hold every sequence once."""
         return len(self.bins)
 
-    def lengths(self, step: int) -> Ints:
+    def lengths(self, step: int) -> NDArray[np.int64]:
         """int64 (sequences,), tokens of each sequence of ``step``; no text is read."""
         return self.pieces.length[self._members(step)]
 
@@ -146,7 +146,7 @@ class DocumentSteps(Stream):
     def _order(self) -> grain.MapDataset[int]:
         return endless_order(len(self.bins), self.seed)
 
-    def _members(self, step: int) -> Ints:
+    def _members(self, step: int) -> NDArray[np.int64]:
         if step < 0:
             raise DataError(f"step {step} is negative: steps count from 0")
         return self.bins[item(self._order, step)]

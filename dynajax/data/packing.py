@@ -1,9 +1,9 @@
 """Packing: which pieces of which documents share a row.
 
-Everything here is computed from lengths alone, so a plan costs no reading and is the same on every
-process. Three pure steps: ``cut`` documents that are too long into pieces, by a policy that the caller
-names; then either ``pack`` the pieces tightly into rows of one length, or ``group`` them in order
-under a budget of tokens. Every piece lands in exactly one bin.
+Everything here is computed from lengths alone, so a plan costs no reading and is the same on every process. ``cut``
+makes pieces of documents that are too long, by a policy that the caller names. Then either ``pack_rows`` packs the
+pieces tightly into rows of one length, or ``group_in_order`` groups them, in their order, under a budget of tokens.
+Every piece lands in exactly one bin.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Overlong(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class DocumentPieces:
     """Documents after the cut: piece i is ``length[i]`` tokens of ``document[i]`` from ``start[i]``.
 
     Pieces are in the order of the documents and, inside one, of the text. Empty documents have none.
@@ -66,7 +66,7 @@ class Pieces:
         return len(self.length)
 
 
-def cut(lengths: ArrayLike, longest: int, overlong: Overlong) -> Pieces:
+def cut(lengths: ArrayLike, longest: int, overlong: Overlong) -> DocumentPieces:
     """Pieces of at most ``longest`` tokens out of documents of ``lengths`` tokens.
 
     Raises:
@@ -89,7 +89,7 @@ def cut(lengths: ArrayLike, longest: int, overlong: Overlong) -> Pieces:
     start = (np.arange(document.size) - first) * longest
     length = np.minimum(longest, kept[document] - start)
     is_last = start + length == kept[document]
-    return Pieces(
+    return DocumentPieces(
         document,
         start,
         length,
@@ -121,7 +121,7 @@ class Bins:
         return self.members[self.starts[index] : self.starts[index + 1]]
 
 
-def pack(lengths: ArrayLike, capacity: int, max_segments: int, *, seed: int = 0, window: int = WINDOW) -> Bins:
+def pack_rows(lengths: ArrayLike, capacity: int, max_segments: int, *, seed: int = 0, window: int = WINDOW) -> Bins:
     """Few bins of ``capacity`` tokens and at most ``max_segments`` pieces that hold every piece once.
 
     Pieces are shuffled by ``seed`` and packed window by window, longest first (first-fit decreasing, hence
@@ -147,7 +147,7 @@ def pack(lengths: ArrayLike, capacity: int, max_segments: int, *, seed: int = 0,
     return Bins(np.argsort(bin_of, kind="stable"), np.concatenate([[0], np.cumsum(counts)]))
 
 
-def group(lengths: ArrayLike, budget: int, *, alignment: int = 1) -> Bins:
+def group_in_order(lengths: ArrayLike, budget: int, *, alignment: int = 1) -> Bins:
     """Consecutive pieces, in the order given, in groups of at most ``budget`` tokens.
 
     A piece counts with its length rounded up to ``alignment``. Groups are closed when the next piece does

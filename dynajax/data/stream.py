@@ -8,7 +8,6 @@ grows, shrinks or resumes goes on with the next sample.
 from __future__ import annotations
 
 import abc
-import dataclasses
 import hashlib
 import sys
 from collections.abc import Callable
@@ -18,11 +17,11 @@ from typing import TypeVar, cast
 
 import grain
 import numpy as np
+from numpy.typing import NDArray
 
 from dynajax.data.corpus import Documents
 from dynajax.data.packing import Bins
 from dynajax.errors import DataError
-from dynajax.types import Ints
 
 T = TypeVar("T")
 _PROBED_SAMPLES = 64
@@ -45,10 +44,6 @@ class Cursor:
     sample: int
     corpus: str
     stream: str
-
-    def advance(self, samples: int) -> Cursor:
-        """The cursor after one batch of ``samples``."""
-        return dataclasses.replace(self, step=self.step + 1, sample=self.sample + samples)
 
     def require(self, corpus: str, stream: str) -> None:
         """Raises DataError unless this cursor points into that stream of that corpus."""
@@ -103,9 +98,9 @@ class _Permutations:
         return int(self._epoch(epoch)[place])
 
     @cached_property
-    def _epoch(self) -> Callable[[int], Ints]:
+    def _epoch(self) -> Callable[[int], NDArray[np.int64]]:
         @lru_cache(maxsize=2)  # a batch may span two epochs
-        def permutation(epoch: int) -> Ints:
+        def permutation(epoch: int) -> NDArray[np.int64]:
             return np.random.default_rng((self.seed, epoch)).permutation(self.count)
 
         return permutation

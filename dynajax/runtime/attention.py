@@ -79,7 +79,7 @@ class _Softmax(NamedTuple):
     values: jax.Array
 
 
-def ring_attention(mesh: Mesh, axis: str = "cp", tiling: AttentionTiles | None = None) -> Attention:
+def ring_attention(mesh: Mesh, axis: str = "cp", tiles: AttentionTiles | None = None) -> Attention:
     """Attention over rows whose tokens are cut along ``axis``; takes the place of ``packed_attention``.
 
     Rows are cut along the batch axes of the mesh, heads may be cut along others; the compiler sees to those. It may
@@ -88,10 +88,10 @@ def ring_attention(mesh: Mesh, axis: str = "cp", tiling: AttentionTiles | None =
     Args:
         mesh: what the arrays are cut over.
         axis: the context axis.
-        tiling: how a device cuts its work; None for what suits the devices.
+        tiles: how a device cuts its work; None for what suits the devices.
     """
     size, copies = mesh.shape[axis], math.prod(mesh.shape[a] for a in BATCH_AXES)
-    tiling = tiling or AttentionTiles.of(mesh)
+    tiles = tiles or AttentionTiles.of(mesh)
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
         if q.shape[0] % copies or q.shape[1] % size:
@@ -99,12 +99,12 @@ def ring_attention(mesh: Mesh, axis: str = "cp", tiling: AttentionTiles | None =
                 f"{q.shape[0]} rows of {q.shape[1]} tokens do not divide over {axis} = {size} and {copies} parts of a "
                 f"batch; use pad_rows, and arrange the batch in an order of dynajax.runtime.order, which pads it"
             )
-        if size == 1 and q.shape[1] <= tiling.tokens:
+        if size == 1 and q.shape[1] <= tiles.tokens:
             return packed_attention(q, k, v, segment_ids, positions)
         rows = PartitionSpec(BATCH_AXES, axis)
         # Whether a value differs between devices is not tracked here: custom gradients cannot say it.
         ring: Any = jax.shard_map(
-            partial(_tiled_ring, axis=axis, tiling=tiling),
+            partial(_tiled_ring, axis=axis, tiles=tiles),
             mesh=ambient_mesh(mesh),
             in_specs=(rows,) * 5,
             out_specs=rows,
@@ -124,21 +124,21 @@ def _tiled_ring(
     positions: jax.Array,
     *,
     axis: str,
-    tiling: AttentionTiles,
+    tiles: AttentionTiles,
 ) -> jax.Array:
     """One device's part: cut in tiles, run the ring, and put the tiles together again."""
     batch, seq, heads, head_dim = q.shape
     runs = 1 if lax.axis_size(axis) == 1 else 2  # of a zig-zag order: a tile across both would see more than it must
-    tiles = -(-seq // (runs * tiling.tokens)) * runs
-    cut = partial(_cut, lanes=batch if tiling.one_row else 1, tiles=tiles, tile=-(-seq // tiles))
+    count = -(-seq // (runs * tiles.tokens)) * runs
+    cut = partial(_cut, lanes=batch if tiles.one_row else 1, tiles=count, tile=-(-seq // count))
 
     def cut_heads(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(cut(x), 2, -2)
 
     grouped = cut_heads(q.reshape(batch, seq, k.shape[2], heads // k.shape[2], head_dim))
     keys = _Keys(cut_heads(k), cut_heads(v), _Tokens(cut(segment_ids), cut(positions)))
-    out = jnp.moveaxis(cast(jax.Array, _ring(axis, tiles, grouped, keys)), -2, 2)
-    out = jnp.moveaxis(out.reshape(-1, tiles, *out.shape[1:]), 1, 2)
+    out = jnp.moveaxis(cast(jax.Array, _ring(axis, count, grouped, keys)), -2, 2)
+    out = jnp.moveaxis(out.reshape(-1, count, *out.shape[1:]), 1, 2)
     return out.reshape(batch, -1, heads, head_dim)[:, :seq]
 
 
@@ -242,7 +242,7 @@ def _send(axis: str, x: Any) -> Any:
     return x if size == 1 else lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
 
 
-State = Any
+_State = Any
 
 
 class _Pairs(NamedTuple):
@@ -252,7 +252,7 @@ class _Pairs(NamedTuple):
     u: jax.Array
     count: jax.Array
 
-    def each(self, visit: Callable[[State, jax.Array, jax.Array], State], state: State) -> State:
+    def each(self, visit: Callable[[_State, jax.Array, jax.Array], _State], state: _State) -> _State:
         """The state after all visits."""
         return lax.fori_loop(0, self.count, lambda n, state: visit(state, self.t[n], self.u[n]), state)
 

@@ -41,7 +41,7 @@ def exchange_experts(mesh: Mesh, axes: ExpertAxes) -> Experts:
     def experts(x: jax.Array, choices: Choices, kernels: ExpertKernels, run: Arithmetic) -> jax.Array:
         cut: Any = (kernel_up, kernel_down, None if kernels.gate is None else kernel_up)
         mapped: Any = jax.shard_map(
-            partial(_own_experts, axes, choices.capacity, run),
+            partial(_own_experts, axes, run),
             mesh=ambient_mesh(mesh),
             in_specs=(tokens, tokens, tokens, ExpertKernels(*cut)),
             out_specs=tokens,
@@ -57,7 +57,6 @@ def exchange_experts(mesh: Mesh, axes: ExpertAxes) -> Experts:
 
 def _own_experts(
     axes: ExpertAxes,
-    capacity: int,
     run: Arithmetic,
     x: jax.Array,
     chosen: jax.Array,
@@ -76,7 +75,7 @@ def _own_experts(
     local = gather(chosen) - _index(axes.expert) * count
     # The choices of others get the number after the last expert here: none runs them, and they are sorted to the end.
     local = jnp.where((local >= 0) & (local < count), local, count)
-    choices = Choices(local, gather(gates), jnp.zeros_like(local), capacity)
+    choices = Choices(local, gather(gates))
     out = sorted_experts(gather(x).astype(run.dtype), choices, kernels, run).astype(jnp.float32)
     out = lax.psum(out, summed) if summed else out
     return lax.psum_scatter(out, gathered, scatter_dimension=0, tiled=True) if gathered else out

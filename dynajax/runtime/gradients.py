@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.data import Batch, Segment, lay_out, pad_rows
 from dynajax.runtime.order import TokenOrder
-from dynajax.runtime.propagate import section_output
-from dynajax.runtime.propagation import Propagation
 from dynajax.runtime.rules import BATCH_AXES, ROWS
 from dynajax.runtime.sections import Section
+from dynajax.runtime.sharded_loss import section_output
+from dynajax.runtime.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class GradientPrograms:
         sections: programs of each section of the model.
     """
 
-    run: Propagation
+    run: ShardedModel
     row_length: int
     max_segments: int
     order: TokenOrder
@@ -59,7 +59,7 @@ class GradientPrograms:
 
     @staticmethod
     def compiled(
-        run: Propagation, mesh: Mesh, sections: Sequence[Section], sums: Any, row_length: int, max_segments: int
+        run: ShardedModel, mesh: Mesh, sections: Sequence[Section], sums: Any, row_length: int, max_segments: int
     ) -> GradientPrograms:
         """Compile them from shapes alone.
 
@@ -192,7 +192,7 @@ def abstract_sums(layouts: Sequence[Any], mesh: Mesh) -> dict[str, Any]:
         mesh: of the pipeline.
     """
     loss = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
-    return gathered([abstract_params(layout, jnp.float32) for layout in layouts]) | {"loss": loss}
+    return join_sections([abstract_params(layout, jnp.float32) for layout in layouts]) | {"loss": loss}
 
 
 def zeros_of(shapes: Any) -> Callable[[], Any]:
@@ -213,6 +213,6 @@ def from_host(tree: Any, sharding: NamedSharding) -> Any:
     )
 
 
-def gathered(owned: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def join_sections(owned: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What sections own as one tree, in which "blocks" has an entry for each section."""
     return {name: tree for part in owned for name, tree in part.items()} | {"blocks": [p["blocks"] for p in owned]}

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 
 from dynajax.engine import Compiled, Report, prepare_reshard
 from dynajax.models import parameter_specs
-from dynajax.runtime.flat import flat_layout
 from dynajax.runtime.gradients import abstract_params
+from dynajax.runtime.optimizer_layout import optimizer_layout
 from dynajax.runtime.sections import Section
 
 
@@ -27,13 +27,13 @@ class Link:
 
     Attributes:
         names: parts of the tree of parameters that the section owns.
-        propagation: how the pipeline stores them, a ``Stored`` for each.
+        stored: how the pipeline stores them, a ``Stored`` for each.
         target: how their gradients lie in the optimizer layout, where stacks have the layers of the section.
         pulls, pushes: the moves, planned once for all iterations.
     """
 
     names: tuple[str, ...]
-    propagation: Any
+    stored: Any
     target: Any
     pulls: Compiled
     pushes: Compiled
@@ -52,15 +52,15 @@ class Link:
         specs = parameter_specs(section.run.config)
         shapes = {name: specs[name] for name in section.owns}
         # Parameters lie in stacks of all layers of the model, gradients in stacks of the section's.
-        source, target = flat_layout(shapes, flat, section.first_layer, layers), flat_layout(shapes, flat)
-        propagation = section.on(mesh)
-        flat_params, grads = abstract_params(source, dtype), abstract_params(propagation, jnp.float32)
+        source, target = optimizer_layout(shapes, flat, section.first_layer, layers), optimizer_layout(shapes, flat)
+        stored = section.on(mesh)
+        flat_params, grads = abstract_params(source, dtype), abstract_params(stored, jnp.float32)
         return Link(
             section.owns,
-            propagation,
+            stored,
             target,
-            prepare_reshard(flat_params, propagation, stored=source, donatable=False),
-            prepare_reshard(grads, target, stored=propagation, donatable=False),
+            prepare_reshard(flat_params, stored, stored=source, donatable=False),
+            prepare_reshard(grads, target, stored=stored, donatable=False),
         )
 
     def pull(self, params: Any) -> tuple[Any, Report]:

@@ -52,31 +52,24 @@ class TokenOrder:
         return index.reshape(-1)
 
     def arrange(self, rows: T) -> T:
-        """Every leaf (rows, length, ...) of a pytree of numpy arrays as (rows, stored_length, ...), padding 0."""
+        """Every leaf (rows, length, ...) of a pytree of numpy arrays as (rows, stored_length, ...), padding 0.
+
+        Raises:
+            LayoutError: a leaf has no rows of ``length`` tokens.
+        """
         index = self.index
 
         def place(leaf: Any) -> Any:
-            self._require(leaf.shape, self.length)
+            if len(leaf.shape) < 2 or leaf.shape[1] != self.length:
+                raise LayoutError(
+                    f"an array of shape {leaf.shape} has no rows of {self.length} tokens; "
+                    f"give (rows, {self.length}, ...)"
+                )
             stored = np.take(leaf, np.maximum(index, 0), axis=1)
             stored[:, index < 0] = 0
             return stored
 
         return jax.tree.map(place, rows)
-
-    def restore(self, rows: T) -> T:
-        """Undo ``arrange``: every leaf (rows, stored_length, ...) as (rows, length, ...)."""
-        index = self.index
-        place_of = np.argsort(np.where(index < 0, self.length, index), kind="stable")[: self.length]
-
-        def take(leaf: Any) -> Any:
-            self._require(leaf.shape, self.stored_length)
-            return np.take(leaf, place_of, axis=1)
-
-        return jax.tree.map(take, rows)
-
-    def _require(self, shape: tuple[int, ...], length: int) -> None:
-        if len(shape) < 2 or shape[1] != length:
-            raise LayoutError(f"an array of shape {shape} has no rows of {length} tokens; give (rows, {length}, ...)")
 
 
 def contiguous(length: int, cp: int) -> TokenOrder:

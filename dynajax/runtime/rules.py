@@ -141,7 +141,7 @@ def parameter_storage(parameter: ParameterSpec, config: LlamaConfig, strategy: S
     return storage_of(parameter.shape, parameter.axes, rules(config, strategy, chunks), strategy.mesh_shape())
 
 
-def replicated(config: LlamaConfig, strategy: Strategy) -> dict[str, str]:
+def replicated_axes(config: LlamaConfig, strategy: Strategy) -> dict[str, str]:
     """Logical axes that a strategy keeps whole though one of its axes is there to cut them, and why."""
     rules = storage_rules(config, strategy)
     return {name: rule.replicated_because for name, rule in rules.items() if rule.replicated_because}
@@ -149,5 +149,5 @@ def replicated(config: LlamaConfig, strategy: Strategy) -> dict[str, str]:
 
 def activation_rules(config: LlamaConfig, strategy: Strategy) -> Rules:
     """How activations are cut; each dim that an axis cuts has its stored size, which the axis divides."""
-    kv_heads = () if "kv_heads" in replicated(config, strategy) else ("tp",)
+    kv_heads = () if "kv_heads" in replicated_axes(config, strategy) else ("tp",)
     return {**ACTIVATION_RULES, "vocab": ("tp", "pp"), "kv_heads": kv_heads}

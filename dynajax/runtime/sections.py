@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dynajax.runtime.flat import Span
-from dynajax.runtime.propagation import Propagation
+from dynajax.runtime.optimizer_layout import Span
+from dynajax.runtime.sharded_model import ShardedModel
 
 MOST = 2
 """Sections at most. Of n sections an nth of a pull is not hidden; n = 2 runs three programs where one would do."""
@@ -32,7 +32,7 @@ class Section:
         is_first, is_last: whether the embedding or the head belongs to it.
     """
 
-    run: Propagation
+    run: ShardedModel
     first_layer: int
     is_first: bool
     is_last: bool
@@ -68,12 +68,12 @@ class Section:
         return {name: trees[name][number] if name == "blocks" else trees[name] for name in self.uses}
 
 
-def whole(run: Propagation) -> Section:
+def one_section(run: ShardedModel) -> Section:
     """A model as one section."""
     return Section(run, 0, True, True)
 
 
-def sections_of(run: Propagation, most: int = MOST) -> tuple[Section, ...]:
+def sections_of(run: ShardedModel, most: int = MOST) -> tuple[Section, ...]:
     """The sections of a model under the strategy of a pipeline, at most so many."""
     layers = run.config.layers
     count = 1 if run.strategy.size("pp") > 1 else min(most, layers)

@@ -188,11 +188,6 @@ class Storage:
         """True if the stored array is the tensor."""
         return all(d.is_identity for d in self.dims)
 
-    @property
-    def index_maps(self) -> tuple[Ints, ...]:
-        """For each dim the logical index at each place, −1 for padding."""
-        return tuple(d.index for d in self.dims)
-
     def to_storage(self, x: A) -> A:
         """The stored form of a whole tensor, zeros in padding; of a numpy array, or a jax array inside jit and out."""
         self._require(x.shape, self.logical_shape)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynajax.balance import FillOptions, PipelineCost, PlanOptions, Profile, Shapes, propose
+from dynajax.balance import IterationOptions, MicrobatchOptions, PipelineCost, Profile, Shapes, propose
 from dynajax.data import DocumentSteps
 from dynajax.errors import StrategyError
 from dynajax.meshes import AXES, Pipeline, Strategy
@@ -47,9 +47,9 @@ class Balancing:
         return Balancing(-(-longest // Balancing.align) * Balancing.align)
 
     @property
-    def options(self) -> PlanOptions:
+    def options(self) -> IterationOptions:
         """How iterations are planned."""
-        return PlanOptions(FillOptions(self.shapes))
+        return IterationOptions(MicrobatchOptions(self.shapes))
 
     @property
     def shapes(self) -> Shapes:

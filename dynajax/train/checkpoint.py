@@ -20,8 +20,8 @@ import orbax.checkpoint as ocp
 from dynajax.data import Cursor, Stream
 from dynajax.engine.dtypes import is_key
 from dynajax.errors import RunError
-from dynajax.train.job import Job, Place
-from dynajax.train.state import TrainState, abstract
+from dynajax.train.job import Job, JobPlacement
+from dynajax.train.state import TrainState, abstract_arrays
 
 
 def latest_step(folder: Path) -> int | None:
@@ -42,7 +42,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
-    def save(self, state: TrainState, job: Job[Any], placement: Place, data: Stream) -> None:
+    def save(self, state: TrainState, job: Job[Any], placement: JobPlacement, data: Stream) -> None:
         """Write ``state``, which lies as ``job.layout(placement)`` says, once for each step."""
         step, sample = int(state.step), int(state.cursor)
         if step in self._manager.all_steps():
@@ -58,7 +58,7 @@ class Checkpoints:
         items = ocp.args.Composite(state=ocp.args.StandardSave(stored), about=ocp.args.JsonSave(about))
         self._manager.save(step, args=items)
 
-    def restore(self, job: Job[Any], placement: Place, data: Stream) -> TrainState:
+    def restore(self, job: Job[Any], placement: JobPlacement, data: Stream) -> TrainState:
         """The latest state, laid out for ``placement``.
 
         Raises:
@@ -70,7 +70,7 @@ class Checkpoints:
             raise RunError("there is no checkpoint to resume from; start a run with --out and without --resume")
         about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
         data.resume(Cursor(**about["cursor"]))
-        target = abstract(job.shapes, job.plain_layout(placement))
+        target = abstract_arrays(job.shapes, job.plain_layout(placement))
         _require_same(about["leaves"], _described(target))
         wanted = {name: _data_of(leaf) for name, leaf in _leaves(target).items() if leaf.size}
         read = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]

@@ -27,18 +27,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dynajax.balance import IterationPlan, PipelineFill, PlanAhead, Planner, short_text
+from dynajax.balance import IterationPlan, PipelinePlan, Planner, short_text
 from dynajax.data import DocumentBatch, DocumentSteps, Segment
 from dynajax.engine.consensus import Consensus, Processes
 from dynajax.engine.targets import devices_named
 from dynajax.meshes import Placement
-from dynajax.runtime.flat import Span, add_section
 from dynajax.runtime.gradients import zeros_of
-from dynajax.runtime.pipelines import Passes, PipelineRunner
+from dynajax.runtime.optimizer_layout import Span, add_section
+from dynajax.runtime.pipeline_runner import Passes, PipelineRunner
 from dynajax.train.candidates import Candidates
+from dynajax.train.plan_ahead import PlanAhead
 from dynajax.train.record import PipelineShare
 from dynajax.train.state import TrainState
-from dynajax.train.step import Event, Outcome, apply_gradients, wait_ready
+from dynajax.train.step import Outcome, TraceEvent, apply_gradients, wait_ready
 from dynajax.types import Floats
 
 _log = logging.getLogger(__name__)
@@ -97,26 +98,25 @@ class DocumentStep:
     """A step that is ready to run, whatever strategy its documents call for.
 
     Args:
-        place: the strategies and their devices.
+        placement: the strategies and their devices.
         layout: how the state lies, before and after.
         data: the documents of later steps, for planning ahead.
-        planner: chooses and fills.
+        planner: chooses the strategy of a step and forms its micro-batches.
         runners: of every pipeline of every strategy.
         flat: programs on the optimizer layout.
     """
 
     def __init__(
         self,
-        place: Candidates,
+        placement: Candidates,
         layout: TrainState,
         data: DocumentSteps,
         planner: Planner,
         runners: Mapping[Placement, PipelineRunner],
         flat: FlatPrograms,
     ) -> None:
-        self.place, self.layout = place, layout
+        self.placement, self.layout = placement, layout
         self._processes = Processes.of(devices_named(layout))
-        self._processes.prepare()
         self._plans, self._runners, self._flat = _Plans(planner, data, self._processes), runners, flat
 
     def __call__(self, state: TrainState, batch: DocumentBatch, *, deadline_s: float) -> Outcome:
@@ -142,7 +142,7 @@ class DocumentStep:
             losses, busy = self._told([one.loss for one in passes], [one.busy_s for one in passes])
             with log.event("update"):
                 after = self._flat.update(state, grads)
-                wait_ready(after, f"the update under {self.place}", deadline_s)
+                wait_ready(after, f"the update under {self.placement}", deadline_s)
         shares = tuple(one.share(busy_s) for one, busy_s in zip(passes, busy.tolist(), strict=True))
         return Outcome(after, float(losses.sum() * scale), short_text(plan.strategy), shares, tuple(log.events))
 
@@ -151,10 +151,10 @@ class DocumentStep:
         with Consensus(self._processes, _STEPPING) as agreement:
             cursor = int(state.cursor)
             plan = self._plans.take(cursor)
-            where = self.place.pipelines(plan.candidate)
+            where = self.placement.pipelines(plan.candidate)
             agreement.on(lambda: (cursor, _texts(batch), where, plan.digest, _by_end(plan)))
-        fills = enumerate(zip(where, plan.pipelines, strict=True))
-        return plan, [_Pass(n, self._runners[place], fill, batch.segments) for n, (place, fill) in fills]
+        pipelines = enumerate(zip(where, plan.pipelines, strict=True))
+        return plan, [_Pass(n, self._runners[placement], one, batch.segments) for n, (placement, one) in pipelines]
 
     def _told(self, *known: list[float]) -> Floats:
         """Rows of numbers, the same in all processes: each knows those of its pipelines, and has 0 for others."""
@@ -169,7 +169,7 @@ def _texts(batch: DocumentBatch) -> list[bytes]:
 
 def _by_end(plan: IterationPlan) -> list[int]:
     """Numbers of the pipelines with work, in the order in which they are to end."""
-    working = [number for number, fill in enumerate(plan.pipelines) if fill.microbatches]
+    working = [number for number, pipeline in enumerate(plan.pipelines) if pipeline.microbatches]
     return sorted(working, key=lambda number: plan.pipelines[number].ms)
 
 
@@ -210,12 +210,12 @@ class _Pass:
     Args:
         number: of the pipeline in its strategy.
         runner: what is compiled for it.
-        fill: its micro-batches.
+        plan: its micro-batches.
         segments: the documents of the step.
     """
 
-    def __init__(self, number: int, runner: PipelineRunner, fill: PipelineFill, segments: Sequence[Segment]) -> None:
-        self.number, self.fill, self.loss, self.busy_s = number, fill, 0.0, 0.0
+    def __init__(self, number: int, runner: PipelineRunner, plan: PipelinePlan, segments: Sequence[Segment]) -> None:
+        self.number, self.plan, self.loss, self.busy_s = number, plan, 0.0, 0.0
         self._runner, self._segments = runner, segments
         self._passes: Passes | None = None
         self._watcher: threading.Thread | None = None
@@ -224,7 +224,7 @@ class _Pass:
 
     def start(self, params: Any, scale: float, log: _Log) -> None:
         """Pull section by section, and dispatch all micro-batches that do not keep other pipelines waiting."""
-        rows = [(mb.padded, [self._segments[n] for n in mb.sequences]) for mb in self.fill.microbatches]
+        rows = [(mb.padded, [self._segments[n] for n in mb.sequences]) for mb in self.plan.microbatches]
         passes = self._passes = self._runner.begin(rows, scale)
         for section in range(len(self._runner.sections)):
             with log.event("pull", self.number, section):
@@ -250,7 +250,7 @@ class _Pass:
             DeadlineError: they are not there in time.
         """
         assert self._passes is not None
-        sums, name = self._passes.sums, f"pipeline {self.number} ({self.fill.pipeline})"
+        sums, name = self._passes.sums, f"pipeline {self.number} ({self.plan.pipeline})"
         for number, section in reversed(list(enumerate(self._runner.sections))):
             wait_ready(section.own(sums, number), name, deadline_s)
             with log.event("push", self.number, number):
@@ -275,17 +275,17 @@ class _Pass:
             jax.block_until_ready(sums)
         ended_s = log.now
         self.busy_s = ended_s - self._began_s
-        log.events.append(Event("compute", self.number, None, self._began_s, ended_s))
+        log.events.append(TraceEvent("compute", self.number, None, self._began_s, ended_s))
 
     def share(self, busy_s: float) -> PipelineShare:
         """What the pipeline did; ``busy_s`` are those of the process that took longest."""
-        fill = self.fill
+        plan = self.plan
         return PipelineShare(
-            str(fill.pipeline),
-            fill.pipeline.num_devices,
-            sum(len(mb.sequences) for mb in fill.microbatches),
-            sum(mb.tokens for mb in fill.microbatches),
-            len(fill.microbatches),
+            str(plan.pipeline),
+            plan.pipeline.num_devices,
+            sum(len(mb.sequences) for mb in plan.microbatches),
+            sum(mb.tokens for mb in plan.microbatches),
+            len(plan.microbatches),
             busy_s,
             *self._moved,
         )
@@ -295,7 +295,7 @@ class _Log:
     """The events of a step, in seconds since it began."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self._zero = time.perf_counter()
 
     @property
@@ -306,4 +306,4 @@ class _Log:
     def event(self, what: str, pipeline: int | None = None, section: int | None = None) -> Iterator[None]:
         begin = self.now
         yield
-        self.events.append(Event(what, pipeline, section, begin, self.now))
+        self.events.append(TraceEvent(what, pipeline, section, begin, self.now))

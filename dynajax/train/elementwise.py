@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from dynajax.errors import StrategyError
-from dynajax.runtime.flat import flatten
+from dynajax.runtime.optimizer_layout import flatten
 from dynajax.train.job import NO_MESH
 from dynajax.train.state import mirrors
 

@@ -7,7 +7,7 @@ import math
 from dynajax.errors import StrategyError
 from dynajax.meshes import ACTIVATION_RULES, AXES, Placement, Strategy
 from dynajax.models import LlamaConfig, MoeConfig
-from dynajax.runtime import Propagation, refined
+from dynajax.runtime import ShardedModel, refined
 
 
 def require_fit(model: LlamaConfig, placement: Placement, num_devices: int) -> None:
@@ -27,7 +27,7 @@ def require_fit(model: LlamaConfig, placement: Placement, num_devices: int) -> N
             f"{placement} uses device {max(placement.devices)}, but there are {num_devices}, numbered from 0; "
             f"take one of {', '.join(map(str, similar(strategy, num_devices)))}, or more devices"
         )
-    Propagation(model, refined(strategy))
+    ShardedModel(model, refined(strategy))
     if strategy.size("pp") > model.layers:
         raise StrategyError(
             f"{placement}: pp = {strategy.size('pp')} leaves pipeline stages without one of the {model.layers} layers; "
@@ -46,7 +46,7 @@ def fits_evenly(model: LlamaConfig, placement: Placement, num_devices: int) -> b
 
 def surprises(model: LlamaConfig, strategy: Strategy) -> list[str]:
     """What a strategy stores in more places or at a greater length than its axes say, a line for each dim."""
-    run = Propagation(model, refined(strategy))
+    run = ShardedModel(model, refined(strategy))
     found = list(run.replicated.values())
     if strategy.size("ep") > 1 and not isinstance(model, MoeConfig):
         found.append(f"the model has no experts, so that ep = {strategy.size('ep')} is data parallel")

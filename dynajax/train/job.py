@@ -21,13 +21,13 @@ from dynajax.engine import Stored, reshard
 from dynajax.errors import StrategyError
 from dynajax.meshes import Strategy
 from dynajax.models import LlamaConfig, init
-from dynajax.runtime import Propagation
-from dynajax.train.state import TrainState, abstract, initial_state
-from dynajax.train.step import Step
+from dynajax.runtime import ShardedModel
+from dynajax.train.state import TrainState, abstract_arrays, initial_state
+from dynajax.train.step import CompiledStep
 
 
-class Place(Hashable, Protocol):
-    """Where and how a job runs; equal places are the same layout, so they are keys. Its text names it to people."""
+class JobPlacement(Hashable, Protocol):
+    """Where and how a job runs; equal placements are the same layout, so they are keys. Its text names it to people."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ class Place(Hashable, Protocol):
         ...
 
 
-P = TypeVar("P", bound=Place)
+P = TypeVar("P", bound=JobPlacement)
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class StepOptions:
             if value is not None and value < 1:
                 raise StrategyError(f"{name} is {value}: give 1 or more")
 
-    def propagation(self, model: LlamaConfig, strategy: Strategy, microbatches: int) -> Propagation:
+    def sharded_model(self, model: LlamaConfig, strategy: Strategy, microbatches: int) -> ShardedModel:
         """``model`` under ``strategy``, with so many micro-batches in a pass."""
         chunks = self.chunks if strategy.size("pp") > 1 else 1
-        return Propagation(model, strategy, microbatches, chunks, self.dtype, self.remat)
+        return ShardedModel(model, strategy, microbatches, chunks, self.dtype, self.remat)
 
-    def of_pipeline(self, model: LlamaConfig, strategy: Strategy) -> Propagation:
+    def of_pipeline(self, model: LlamaConfig, strategy: Strategy) -> ShardedModel:
         """``model`` in a pipeline that is given as many rows as it asks for."""
         pp = strategy.size("pp")
-        return self.propagation(model, strategy, (self.microbatches or 2 * pp) if pp > 1 else 1)
+        return self.sharded_model(model, strategy, (self.microbatches or 2 * pp) if pp > 1 else 1)
 
 
 DEFAULT_OPTIONS = StepOptions()
@@ -79,12 +79,12 @@ DEFAULT_OPTIONS = StepOptions()
 
 @dataclass(frozen=True, eq=False)
 class Job(abc.ABC, Generic[P]):
-    """Model, optimizer and the devices that places number.
+    """Model, optimizer and the devices that placements number.
 
     Attributes:
         model: shape of the decoder, dense or a mixture of experts.
         optimizer: any optax optimizer.
-        devices: all that there are; a place may use fewer.
+        devices: all that there are; a placement may use fewer.
         options: how a step runs.
     """
 
@@ -95,22 +95,22 @@ class Job(abc.ABC, Generic[P]):
 
     @abc.abstractmethod
     def place(self, strategy: Any) -> P:
-        """Read a place and check that it fits.
+        """Read a placement and check that it fits.
 
         Raises:
             StrategyError: it cannot be read, or fits neither the model nor the devices.
         """
 
     @abc.abstractmethod
-    def layout(self, place: P) -> TrainState:
+    def layout(self, placement: P) -> TrainState:
         """How the state lies: an ``engine.Stored`` or ``engine.Bundle`` for each leaf."""
 
     @abc.abstractmethod
-    def arrangement(self, place: P) -> Callable[[TrainState], TrainState]:
+    def arrangement(self, placement: P) -> Callable[[TrainState], TrainState]:
         """Makes of whole tensors the arrays that ``layout`` tells of, in a program that is traced."""
 
     @abc.abstractmethod
-    def compile_step(self, place: P, layout: TrainState) -> Step:
+    def compile_step(self, placement: P, layout: TrainState) -> CompiledStep:
         """What takes a step there; from shapes alone, no array is made or touched."""
 
     @cached_property
@@ -119,29 +119,29 @@ class Job(abc.ABC, Generic[P]):
         with jax.set_mesh(NO_MESH):
             return jax.eval_shape(self._initial, 0)
 
-    def abstract_state(self, place: P) -> TrainState:
+    def abstract_state(self, placement: P) -> TrainState:
         """The state as ``ShapeDtypeStruct`` leaves as they are stored, with shardings."""
-        return abstract(self.shapes, self.layout(place))
+        return abstract_arrays(self.shapes, self.layout(placement))
 
-    def initial_state(self, place: P, seed: int) -> TrainState:
+    def initial_state(self, placement: P, seed: int) -> TrainState:
         """The state before the first step: each device makes its own shards, no device holds the whole."""
-        shardings = jax.tree.map(lambda stored: stored.sharding, self.layout(place))
-        arrange = self.arrangement(place)
+        shardings = jax.tree.map(lambda stored: stored.sharding, self.layout(placement))
+        arrange = self.arrangement(placement)
         with jax.set_mesh(NO_MESH):
             made = jax.jit(lambda seed: arrange(self._initial(seed)), out_shardings=shardings)
             return made(np.uint32(seed))
 
-    def plain_layout(self, place: P) -> TrainState:
+    def plain_layout(self, placement: P) -> TrainState:
         """How the tensors of the state would lie there without padding or an order of their own."""
-        return jax.tree.map(_plain, self.shapes, self.layout(place))
+        return jax.tree.map(_plain, self.shapes, self.layout(placement))
 
-    def to_plain(self, state: TrainState, place: P) -> TrainState:
+    def to_plain(self, state: TrainState, placement: P) -> TrainState:
         """The tensors of a state that lies as ``layout`` says; arrays that are their tensors are shared."""
-        return _rearranged(state, self.layout(place), self.plain_layout(place))
+        return _rearranged(state, self.layout(placement), self.plain_layout(placement))
 
-    def from_plain(self, state: TrainState, place: P) -> TrainState:
+    def from_plain(self, state: TrainState, placement: P) -> TrainState:
         """Undo ``to_plain``."""
-        return _rearranged(state, self.plain_layout(place), self.layout(place))
+        return _rearranged(state, self.plain_layout(placement), self.layout(placement))
 
     def _initial(self, seed: Any) -> TrainState:
         params_key, run_key = jax.random.split(jax.random.key(seed))

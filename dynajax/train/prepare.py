@@ -15,15 +15,15 @@ from typing import Any, Generic, TypeVar
 from dynajax.engine import plan_reshard, prepare_reshard
 from dynajax.errors import DeadlineError, DynajaxError, SwitchError
 from dynajax.planner import Plan
-from dynajax.train.job import Job, Place
-from dynajax.train.state import TrainState, abstract
-from dynajax.train.step import Step
+from dynajax.train.job import Job, JobPlacement
+from dynajax.train.state import TrainState, abstract_arrays
+from dynajax.train.step import CompiledStep
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Shelf(Generic[K, V]):
+class FutureCache(Generic[K, V]):
     """Values made once per key, ahead or when first asked for; what failed is made anew.
 
     Args:
@@ -67,22 +67,22 @@ class Shelf(Generic[K, V]):
 
 
 @dataclass(frozen=True)
-class PlaceChange:
-    """From one place to another; the key of a plan."""
+class Switch:
+    """From one placement to another: the key of a plan."""
 
-    source: Place
-    target: Place
+    source: JobPlacement
+    target: JobPlacement
 
     def __str__(self) -> str:
         return f"{self.source} to {self.target}"
 
 
-class Workshop:
-    """Makes and keeps what a job needs to run at its places and to move between them.
+class CompileCache:
+    """Makes and keeps what a job needs to run at its placements and to move between them.
 
     Attributes:
-        steps: compiled steps by place.
-        movers: by move, whether the engine has compiled what its plan needs.
+        steps: compiled steps by placement.
+        movers: by switch, whether the engine has compiled what its plan needs.
 
     Args:
         job: what is trained.
@@ -91,48 +91,48 @@ class Workshop:
 
     def __init__(self, job: Job[Any], budget: int) -> None:
         self._job, self._budget = job, budget
-        self._layouts: dict[Place, TrainState] = {}
-        self._plans: dict[PlaceChange, Plan] = {}
+        self._layouts: dict[JobPlacement, TrainState] = {}
+        self._plans: dict[Switch, Plan] = {}
         workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="dynajax-prepare")
-        self.steps = Shelf(self._compile_step, "compiling the step of {}", workers)
-        self.movers = Shelf(self._compile_mover, "preparing the move from {}", workers)
+        self.steps = FutureCache(self._compile_step, "compiling the step of {}", workers)
+        self.movers = FutureCache(self._compile_mover, "preparing the move from {}", workers)
 
-    def layout(self, place: Place) -> TrainState:
-        """How the state lies at ``place``, as ``Job.layout`` says."""
-        if place not in self._layouts:
-            self._layouts[place] = self._job.layout(place)
-        return self._layouts[place]
+    def layout(self, placement: JobPlacement) -> TrainState:
+        """How the state lies at ``placement``, as ``Job.layout`` says."""
+        if placement not in self._layouts:
+            self._layouts[placement] = self._job.layout(placement)
+        return self._layouts[placement]
 
-    def plan(self, move: PlaceChange) -> Plan:
-        """The plan of ``move``.
+    def plan(self, switch: Switch) -> Plan:
+        """The plan of ``switch``.
 
         Raises:
             BudgetError: the budget cannot hold it.
         """
-        if move not in self._plans:
-            source, target = self.layout(move.source), self.layout(move.target)
-            state = abstract(self._job.shapes, source)
-            self._plans[move] = plan_reshard(state, target, budget=self._budget, donate=True, stored=source)
-        return self._plans[move]
+        if switch not in self._plans:
+            source, target = self.layout(switch.source), self.layout(switch.target)
+            state = abstract_arrays(self._job.shapes, source)
+            self._plans[switch] = plan_reshard(state, target, budget=self._budget, donate=True, stored=source)
+        return self._plans[switch]
 
-    def _compile_step(self, place: Place) -> Step:
-        return self._job.compile_step(place, self.layout(place))
+    def _compile_step(self, placement: JobPlacement) -> CompiledStep:
+        return self._job.compile_step(placement, self.layout(placement))
 
-    def _compile_mover(self, move: PlaceChange) -> None:
-        source, target = self.layout(move.source), self.layout(move.target)
-        prepare_reshard(abstract(self._job.shapes, source), target, plan=self.plan(move), stored=source)
+    def _compile_mover(self, switch: Switch) -> None:
+        source, target = self.layout(switch.source), self.layout(switch.target)
+        prepare_reshard(abstract_arrays(self._job.shapes, source), target, plan=self.plan(switch), stored=source)
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """A switch being prepared: ``move`` in the background of ``workshop``."""
+    """A switch being prepared in the background of ``compile_cache``."""
 
-    workshop: Workshop
-    move: PlaceChange
+    compile_cache: CompileCache
+    switch: Switch
 
     def done(self) -> bool:
         """True if the switch can be made at once."""
-        return self.workshop.movers.ready(self.move) and self.workshop.steps.ready(self.move.target)
+        return self.compile_cache.movers.ready(self.switch) and self.compile_cache.steps.ready(self.switch.target)
 
     def wait(self, deadline_s: float = 600.0) -> None:
         """Return when the switch is prepared.
@@ -141,12 +141,12 @@ class Preparation:
             DeadlineError: it is not prepared in time.
             DynajaxError: it cannot be prepared; the message says why.
         """
-        self.workshop.movers.get(self.move, deadline_s)
-        self.workshop.steps.get(self.move.target, deadline_s)
+        self.compile_cache.movers.get(self.switch, deadline_s)
+        self.compile_cache.steps.get(self.switch.target, deadline_s)
 
 
-def begin(workshop: Workshop, move: PlaceChange) -> Preparation:
-    """Begin to prepare ``move``, as far as that was not done before."""
-    workshop.movers.ahead(move)
-    workshop.steps.ahead(move.target)
-    return Preparation(workshop, move)
+def begin(compile_cache: CompileCache, switch: Switch) -> Preparation:
+    """Begin to prepare ``switch``, as far as that was not done before."""
+    compile_cache.movers.ahead(switch)
+    compile_cache.steps.ahead(switch.target)
+    return Preparation(compile_cache, switch)

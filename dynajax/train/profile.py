@@ -32,14 +32,14 @@ import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dynajax.balance import PipelineCost, Point, Profile, Timing, measure_profile
-from dynajax.balance.fit import SHARED_BY, Row, rows_to_measure
+from dynajax.balance.cost_fit import SHARED_BY, Row, rows_to_measure
 from dynajax.bytesize import format_bytes
 from dynajax.data import Batch, Segment, lay_out
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.meshes import AXES, Pipeline, Placement, Strategy
 from dynajax.models import LlamaConfig, count_parameters, init
 from dynajax.runtime.gradients import GradientPrograms, abstract_params, abstract_sums, sums_of
-from dynajax.runtime.sections import whole
+from dynajax.runtime.sections import one_section
 from dynajax.train.fit import require_fit
 from dynajax.train.job import DEFAULT_OPTIONS, NO_MESH, StepOptions
 
@@ -314,7 +314,7 @@ class _Bench:
         if tokens not in self._programs:
             with jax.set_mesh(NO_MESH):
                 self._programs[tokens] = GradientPrograms.compiled(
-                    self._run, self._mesh, [whole(self._run)], self._sums, tokens, SHARED_BY
+                    self._run, self._mesh, [one_section(self._run)], self._sums, tokens, SHARED_BY
                 )
         return self._programs[tokens]
 
@@ -327,7 +327,7 @@ class _Bench:
     @cached_property
     def _layout(self) -> Any:
         with jax.set_mesh(NO_MESH):
-            return whole(self._run).on(self._mesh)
+            return one_section(self._run).on(self._mesh)
 
     @property
     def _sums(self) -> Any:
@@ -337,7 +337,7 @@ class _Bench:
     def _arrays(self) -> jax.stages.Compiled:
         """Makes random parameters and the sums that a program adds to."""
         run, layout = self._run, self._layout
-        params, sums = abstract_params(layout, run.dtype), sums_of(whole(run), 0, self._sums)
+        params, sums = abstract_params(layout, run.dtype), sums_of(one_section(run), 0, self._sums)
 
         def made() -> Any:
             tensors = init(run.config, jax.random.key(0))

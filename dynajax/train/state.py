@@ -98,7 +98,7 @@ def to_storage(storage: Any, state: Any) -> Any:
     return jax.tree.map(lambda s, x: x if s.is_identity else s.to_storage(x), storage, state)
 
 
-def abstract(shapes: Any, layout: Any) -> Any:
+def abstract_arrays(shapes: Any, layout: Any) -> Any:
     """``ShapeDtypeStruct`` leaves as they are stored, for compiling and planning without arrays.
 
     Args:

@@ -31,7 +31,7 @@ Loss = Callable[[Params, Batch], jax.Array]
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """Something that happened in a step.
 
     Attributes:
@@ -64,11 +64,11 @@ class Outcome:
     loss: float
     strategy: str
     shares: tuple[PipelineShare, ...] = ()
-    trace: tuple[Event, ...] = ()
+    trace: tuple[TraceEvent, ...] = ()
 
 
-class Step(Protocol):
-    """A step that is ready to run at one place."""
+class CompiledStep(Protocol):
+    """A step that is ready to run at one placement."""
 
     @property
     def layout(self) -> TrainState:

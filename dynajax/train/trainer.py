@@ -19,13 +19,13 @@ from dynajax.models import LlamaConfig
 from dynajax.planner import Plan
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Asked
-from dynajax.train.documents import DocumentJob
-from dynajax.train.job import DEFAULT_OPTIONS, Job, Place, StepOptions
-from dynajax.train.prepare import PlaceChange, Preparation, Workshop, begin
+from dynajax.train.document_job import DocumentJob
+from dynajax.train.job import DEFAULT_OPTIONS, Job, JobPlacement, StepOptions
+from dynajax.train.prepare import CompileCache, Preparation, Switch, begin
 from dynajax.train.record import StepReport, SwitchReport
-from dynajax.train.rows import RowJob, Rows
+from dynajax.train.row_job import RowJob, RowSource
 from dynajax.train.state import TrainState
-from dynajax.train.step import Event, Outcome, Step
+from dynajax.train.step import CompiledStep, Outcome, TraceEvent
 
 
 class Trainer:
@@ -63,8 +63,8 @@ class Trainer:
         self,
         model: LlamaConfig,
         optimizer: optax.GradientTransformation,
-        strategy: str | Strategy | Asked | Place,
-        data: Rows | DocumentSteps,
+        strategy: str | Strategy | Asked | JobPlacement,
+        data: RowSource | DocumentSteps,
         *,
         devices: Sequence[jax.Device] | None = None,
         seed: int = 0,
@@ -77,8 +77,8 @@ class Trainer:
         self.placement = self.job.place(strategy)
         self.data, self.seed, self.deadline_s = data, seed, deadline_s
         self.snapshot: str | None = None
-        self.trace: tuple[Event, ...] = ()
-        self.workshop = Workshop(self.job, parse_bytes(budget))
+        self.trace: tuple[TraceEvent, ...] = ()
+        self.compile_cache = CompileCache(self.job, parse_bytes(budget))
 
     @cached_property
     def state(self) -> TrainState:
@@ -107,7 +107,7 @@ class Trainer:
         Raises:
             DeadlineError: the step is not done in time; the state it consumed is gone.
         """
-        step = self.workshop.steps.get(self.placement, self.deadline_s)
+        step = self.compile_cache.steps.get(self.placement, self.deadline_s)
         start = time.perf_counter()
         number, batch = self.next_step, self.data.take(int(self.state.cursor), self.data.batch_size)
         outcome = step(self.state, batch, deadline_s=self.deadline_s)
@@ -115,23 +115,25 @@ class Trainer:
         seconds = time.perf_counter() - start
         return step_report(number, outcome, batch.num_targets, batch.samples, seconds)
 
-    def plan(self, source: str | Strategy | Asked | Place, target: str | Strategy | Asked | Place) -> Plan:
+    def plan(
+        self, source: str | Strategy | Asked | JobPlacement, target: str | Strategy | Asked | JobPlacement
+    ) -> Plan:
         """The plan of a move, kept for when it comes.
 
         Raises:
             StrategyError: a placement fits neither model nor devices.
             BudgetError: the budget cannot hold the move.
         """
-        return self.workshop.plan(PlaceChange(self.job.place(source), self.job.place(target)))
+        return self.compile_cache.plan(Switch(self.job.place(source), self.job.place(target)))
 
-    def prepare(self, strategy: str | Strategy | Asked | Place) -> Preparation:
+    def prepare(self, strategy: str | Strategy | Asked | JobPlacement) -> Preparation:
         """Begin to compile the step of ``strategy`` and to plan the move to it, in the background.
 
         Errors come with ``wait`` of what is returned, or with ``switch``.
         """
-        return begin(self.workshop, PlaceChange(self.placement, self.job.place(strategy)))
+        return begin(self.compile_cache, Switch(self.placement, self.job.place(strategy)))
 
-    def switch(self, strategy: str | Strategy | Asked | Place) -> SwitchReport:
+    def switch(self, strategy: str | Strategy | Asked | JobPlacement) -> SwitchReport:
         """Go on under ``strategy`` from the next step; what was prepared costs nothing now.
 
         Raises:
@@ -139,39 +141,41 @@ class Trainer:
             DynajaxError: the switch was refused before anything moved.
         """
         start = time.perf_counter()
-        move = PlaceChange(self.placement, self.job.place(strategy))
-        prepared = Preparation(self.workshop, move).done()
-        plan, source = self.workshop.plan(move), self.workshop.layout(move.source)
+        switch = Switch(self.placement, self.job.place(strategy))
+        prepared = Preparation(self.compile_cache, switch).done()
+        plan, source = self.compile_cache.plan(switch), self.compile_cache.layout(switch.source)
         plan_s = time.perf_counter() - start
-        compiled, compile_s = self._step_of(move.target)
+        compiled, compile_s = self._step_of(switch.target)
         try:
             state, report = reshard(
                 self.state, compiled.layout, donate=True, plan=plan, stored=source, snapshot=self.snapshot
             )
         except (RuntimeError, MemoryError, OSError) as error:
-            raise SwitchError(f"the move from {move} failed: {error}; {_left_of(self.state, self.snapshot)}") from error
-        self.state, self.placement = state, move.target
+            raise SwitchError(
+                f"the move from {switch} failed: {error}; {_left_of(self.state, self.snapshot)}"
+            ) from error
+        self.state, self.placement = state, switch.target
         waited: dict[str, Any] = {"plan_s": plan_s + report.plan_s, "compile_s": compile_s + report.compile_s}
         return SwitchReport(
             **vars(report) | waited,
             step=self.next_step,
-            source=str(move.source),
-            target=str(move.target),
+            source=str(switch.source),
+            target=str(switch.target),
             pause_s=time.perf_counter() - start,
             prepared=prepared,
         )
 
-    def _step_of(self, placement: Place) -> tuple[Step, float]:
+    def _step_of(self, placement: JobPlacement) -> tuple[CompiledStep, float]:
         """The compiled step of ``placement``, and the seconds it took to compile it: 0 if it was there."""
-        start, ready = time.perf_counter(), self.workshop.steps.ready(placement)
-        compiled = self.workshop.steps.get(placement, self.deadline_s)
+        start, ready = time.perf_counter(), self.compile_cache.steps.ready(placement)
+        compiled = self.compile_cache.steps.get(placement, self.deadline_s)
         return compiled, 0.0 if ready else time.perf_counter() - start
 
 
 def _job(
     model: LlamaConfig,
     optimizer: optax.GradientTransformation,
-    data: Rows | DocumentSteps,
+    data: RowSource | DocumentSteps,
     devices: Sequence[jax.Device],
     options: StepOptions,
     balancing: Balancing | None,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dynajax.train.job import Place
+from dynajax.train.job import JobPlacement
 from dynajax.train.state import TrainState
 from dynajax.train.trainer import Trainer
 
 
-def unswitched_losses(trainer: Trainer, placement: Place, state: TrainState, steps: int) -> Iterator[float]:
+def unswitched_losses(trainer: Trainer, placement: JobPlacement, state: TrainState, steps: int) -> Iterator[float]:
     """The losses of the steps from ``state`` to ``steps``, all under ``placement``.
 
     Args:
@@ -18,7 +18,7 @@ def unswitched_losses(trainer: Trainer, placement: Place, state: TrainState, ste
         state: consumed.
         steps: number of the step to stop before.
     """
-    compiled = trainer.workshop.steps.get(placement, trainer.deadline_s)
+    compiled = trainer.compile_cache.steps.get(placement, trainer.deadline_s)
     for _ in range(int(state.step), steps):
         batch = trainer.data.take(int(state.cursor), trainer.data.batch_size)
         outcome = compiled(state, batch, deadline_s=trainer.deadline_s)

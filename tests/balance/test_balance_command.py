@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynajax.balance.fit import measure_profile
+from dynajax.balance.cost_fit import measure_profile
 from dynajax.balance.profiles import save_profile
 from dynajax.cli.balance import BalanceOptions, run
 from dynajax.errors import DynajaxError

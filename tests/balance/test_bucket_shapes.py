@@ -6,8 +6,8 @@ from balance.price_lists import KINDS, RING, SMALL, price
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynajax.balance.fill import FillOptions
-from dynajax.balance.iteration import Planner, PlanOptions
+from dynajax.balance.iteration import IterationOptions, Planner
+from dynajax.balance.microbatching import MicrobatchOptions
 from dynajax.balance.shapes import Shapes
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
@@ -50,7 +50,7 @@ def test_a_padded_row_is_within_max_len():
 def test_a_thousand_batches_compile_at_most_buckets_times_kinds_of_pipelines():
     shapes = Shapes(buckets=6, max_segments=16)
     candidates = [Strategy.parse("tp2|2*tp1"), Strategy.parse("2*tp2")]
-    planner = Planner(candidates, KINDS, PlanOptions(FillOptions(shapes)))
+    planner = Planner(candidates, KINDS, IterationOptions(MicrobatchOptions(shapes)))
     rng = np.random.default_rng(0)
     compiled: set[tuple[str, int, int]] = set()
     warm = 0
@@ -66,7 +66,7 @@ def test_a_thousand_batches_compile_at_most_buckets_times_kinds_of_pipelines():
 def test_rows_have_a_bounded_number_of_segments():
     shapes = Shapes(buckets=1, max_segments=8, align=64)
     row = price("tp1", 1e-6, 0.1, 1, 64)
-    planner = Planner([Strategy.parse("tp1")], [row], PlanOptions(FillOptions(shapes)))
+    planner = Planner([Strategy.parse("tp1")], [row], IterationOptions(MicrobatchOptions(shapes)))
     lengths = np.random.default_rng(0).integers(1, 3, 40)
     microbatches = planner.plan(lengths).pipelines[0].microbatches
     assert sorted(i for mb in microbatches for i in mb.sequences) == list(range(40))
@@ -82,7 +82,7 @@ def test_padding_is_paid_for_and_kept_small():
     lost = []
     for _ in range(5):
         lengths = rng.lognormal(6, 0.8, 80).astype(int).clip(1, 2_500)
-        bounded = Planner(strategy, KINDS, PlanOptions(FillOptions(shapes))).plan(lengths)
+        bounded = Planner(strategy, KINDS, IterationOptions(MicrobatchOptions(shapes))).plan(lengths)
         free = Planner(strategy, KINDS).plan(lengths)
         assert bounded.ms >= free.ms * (1 - 1e-3)
         lost.append(bounded.ms / free.ms - 1)
@@ -93,4 +93,4 @@ def test_impossible_shapes_are_refused():
     with pytest.raises(BalanceError, match="buckets=0"):
         Shapes(0, 1)
     with pytest.raises(BalanceError, match="tp1 is not in the profile, or does not fit in memory or in the buckets"):
-        Planner([Strategy.parse("tp1")], [SMALL, RING], PlanOptions(FillOptions(Shapes(2, 4, align=4_096))))
+        Planner([Strategy.parse("tp1")], [SMALL, RING], IterationOptions(MicrobatchOptions(Shapes(2, 4, align=4_096))))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynajax.balance.fit import SHARED_BY, Point, fit, measure_profile, rows_to_measure
+from dynajax.balance.cost_fit import SHARED_BY, Point, fit_cost, measure_profile, rows_to_measure
 from dynajax.balance.profiles import load_profile, save_profile
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
@@ -18,7 +18,7 @@ def point(lengths: tuple[int, ...], a: float, b: float, c: float) -> Point:
 @given(st.floats(1e-8, 1e-4), st.floats(1e-3, 1), st.floats(0.1, 200))
 def test_exact_points_give_the_coefficients_back(a, b, c):
     points = [point(lengths, a, b, c) for lengths in ((128,), (1024,), (4096,), (16_384,), (512, 512, 2048))]
-    found = fit(points)
+    found = fit_cost(points)
     assert (found.a, found.b, found.c) == pytest.approx((a, b, c), rel=1e-5)
     assert found.worst_error < 1e-7
 
@@ -27,7 +27,7 @@ def test_noise_shows_in_the_error_and_little_in_the_prediction():
     rng = np.random.default_rng(0)
     points = [point((size,), 2e-6, 0.1, 30) for size in (256, 512, 1024, 2048, 4096, 8192)] * 3
     noisy = [Point(p.lengths, p.ms * (1 + rng.normal(0, 0.02))) for p in points]
-    found = fit(noisy)
+    found = fit_cost(noisy)
     assert 0.005 < found.mean_error < found.worst_error < 0.08
     for size in (300, 3000, 8000):
         truth = point((size,), 2e-6, 0.1, 30).ms
@@ -39,7 +39,7 @@ def test_shared_rows_tell_attention_from_what_else_grows():
     rows = [row for tokens in (128, 256, 512) for row in rows_to_measure(tokens)]
     assert all(sum(row) in (128, 256, 512) for row in rows)
     points = [Point(p.lengths, p.ms * sum(p.lengths) ** 0.1) for p in (point(row, 1e-5, 0.02, 0.5) for row in rows)]
-    both, alone = fit(points), fit([p for p in points if len(p.lengths) == 1])
+    both, alone = fit_cost(points), fit_cost([p for p in points if len(p.lengths) == 1])
     unlike = point((256, 128, 64, 32, 16, 16), 1e-5, 0.02, 0.5)
 
     def error(found):
@@ -50,7 +50,7 @@ def test_shared_rows_tell_attention_from_what_else_grows():
 
 
 def test_coefficients_are_never_negative():
-    found = fit([Point((100,), 10.0), Point((200,), 15.0), Point((400,), 20.0)])  # bends the wrong way
+    found = fit_cost([Point((100,), 10.0), Point((200,), 15.0), Point((400,), 20.0)])  # bends the wrong way
     assert min(found.a, found.b, found.c) >= 0
     assert found.a == 0
     assert found.worst_error > 0.05
@@ -65,7 +65,7 @@ def test_coefficients_are_never_negative():
 )
 def test_too_few_or_impossible_points_are_refused(points, said):
     with pytest.raises(BalanceError, match=said):
-        fit(points)
+        fit_cost(points)
 
 
 def test_a_measured_profile_is_a_profile(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from balance.price_lists import LARGE, MIDDLE, SMALL, price
 
-from dynajax.balance.cost import Timing, costs_of, pipelines_of, replicated, short_text
+from dynajax.balance.cost import Timing, costs_of, data_parallel, pipelines_of, short_text
 from dynajax.balance.profiles import DATA, load_profile, published_candidates, save_profile
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
@@ -79,10 +79,10 @@ def test_homogeneous_is_the_smallest_that_holds_the_longest():
 def test_copies_over_dp_are_pipelines():
     strategy = Strategy.parse("dp2.tp4|tp8")
     assert [str(p) for p in pipelines_of(strategy)] == ["tp4", "tp4", "tp8"]
-    assert replicated(pipeline("tp4.pp2"), 32) == pipeline("dp4.pp2.tp4")
+    assert data_parallel(pipeline("tp4.pp2"), 32) == pipeline("dp4.pp2.tp4")
     assert short_text(Strategy.parse("tp8|tp4|tp4|tp4")) == "tp8|3*tp4"
     with pytest.raises(BalanceError, match=r"do not divide 10"):
-        replicated(pipeline("tp4"), 10)
+        data_parallel(pipeline("tp4"), 10)
 
 
 def test_a_pipeline_without_a_price_is_named():

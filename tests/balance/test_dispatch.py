@@ -4,19 +4,19 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from balance.dispatch_bounds import lp_dispatch_ms, lp_staged_ms
 from balance.price_lists import DEEP, DEEPEST, KINDS, LARGE, LENGTHS, MIDDLE, SMALL, long_tailed, price
+from balance.referee import exact_dispatch, milp_dispatch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynajax.balance.bound import any_strategy_ms, candidate
+from dynajax.balance.bound import any_strategy_ms, candidate_bound
 from dynajax.balance.compare import setting
 from dynajax.balance.cost import costs_of
 from dynajax.balance.dispatch import assign, dispatch
 from dynajax.balance.estimate import PUBLISHED
-from dynajax.balance.lengths import Batches, shipped_lengths
+from dynajax.balance.lengths import LengthBatches, shipped_lengths
 from dynajax.balance.profiles import load_profile
-from dynajax.balance.referee import exact_dispatch, milp_dispatch
-from dynajax.balance.relaxed import lp_dispatch_ms, lp_staged_ms
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
 
@@ -111,7 +111,7 @@ def test_dispatch_is_as_good_as_highs():
 @pytest.mark.parametrize("text", ["4*tp16", "tp16|6*tp8", "tp16|12*tp4", "tp8|14*tp4"])
 def test_dispatch_is_near_the_linear_programme_on_published_strategies(text):
     costs = costs_of(Strategy.parse(text), SHARED.costs)
-    batches = Batches(shipped_lengths("wikipedia"), 200_000, max(cost.max_len for cost in costs), seed=3)
+    batches = LengthBatches(shipped_lengths("wikipedia"), 200_000, max(cost.max_len for cost in costs), seed=3)
     gaps = []
     for iteration in range(4):
         tokens = np.minimum(batches.batch(iteration).tokens, 32_768)
@@ -138,7 +138,7 @@ def test_dispatch_is_near_the_linear_programme_with_bubbles(text, first):
     room = max(cost.max_len for cost in costs)
     gaps = []
     for seed in range(3):
-        tokens = Batches(shipped_lengths("wikipedia"), 40_000, room, seed=seed).batch(0).tokens
+        tokens = LengthBatches(shipped_lengths("wikipedia"), 40_000, room, seed=seed).batch(0).tokens
         found = dispatch(tokens, costs, estimate=PUBLISHED).ms.max()
         gaps.append(found / lp_staged_ms(tokens, costs, found) - 1)
     assert min(gaps) > -1e-9
@@ -149,7 +149,7 @@ def test_dispatch_is_near_the_linear_programme_with_bubbles(text, first):
 def test_bounds_are_below_what_is_found(lengths, costs):
     tokens = -np.sort(-np.array(lengths, np.int64))
     kinds = tuple(dict.fromkeys(costs))
-    bound = candidate(tokens, kinds, np.array([costs.count(kind) for kind in kinds]))
+    bound = candidate_bound(tokens, kinds, np.array([costs.count(kind) for kind in kinds]))
     if tokens.size and tokens.max() > max(cost.max_len for cost in costs):
         assert bound.ms == np.inf
         return
@@ -159,5 +159,5 @@ def test_bounds_are_below_what_is_found(lengths, costs):
         assert lp_dispatch_ms(tokens, costs) >= free * (1 - 1e-9)
         plain = [price(str(c.pipeline), c.a, c.b, 0, c.max_len) for c in costs]  # without constants both agree
         without = tuple(dict.fromkeys(plain))
-        dual = candidate(tokens, without, np.array([plain.count(kind) for kind in without]))
+        dual = candidate_bound(tokens, without, np.array([plain.count(kind) for kind in without]))
         assert dual.work_ms <= lp_dispatch_ms(tokens, plain) * (1 + 1e-9)

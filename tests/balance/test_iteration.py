@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynajax.balance.compare import baselines, setting
-from dynajax.balance.fill import FillOptions, Packing, fill, fill_ms
-from dynajax.balance.iteration import IterationPlan, Planner, PlanOptions
-from dynajax.balance.lengths import Batches, shipped_lengths
+from dynajax.balance.iteration import IterationOptions, IterationPlan, Planner
+from dynajax.balance.lengths import LengthBatches, shipped_lengths
+from dynajax.balance.microbatching import MicrobatchOptions, Packing, form_microbatches, microbatches_ms
 from dynajax.balance.profiles import load_profile, published_candidates
 from dynajax.balance.shapes import Shapes
 from dynajax.balance.simulate import published_ms, simulated_ms
@@ -20,12 +20,12 @@ from dynajax.errors import BalanceError
 from dynajax.meshes import Pipeline, Strategy
 
 CANDIDATES = [Strategy.parse(text) for text in ("tp8", "4*tp1|tp4.pp3", "4*tp2", "2*tp2.pp2|cp2.tp2", "8*tp1")]
-PLAIN = FillOptions()
+PLAIN = MicrobatchOptions()
 
 
-def check(plan: IterationPlan, lengths: list[int], options: PlanOptions) -> None:
+def check(plan: IterationPlan, lengths: list[int], options: IterationOptions) -> None:
     """Every sequence once, caps held, prices as the cost model has them, nothing that is not a number."""
-    shapes = options.filling.shapes
+    shapes = options.microbatching.shapes
     held = [i for p in plan.pipelines for mb in p.microbatches for i in mb.sequences]
     assert sorted(held) == list(range(len(lengths)))
     costs = {cost.pipeline: cost for cost in KINDS}
@@ -52,9 +52,9 @@ def check(plan: IterationPlan, lengths: list[int], options: PlanOptions) -> None
 
 
 OPTIONS = st.builds(
-    PlanOptions,
+    IterationOptions,
     st.builds(
-        FillOptions, st.none() | st.builds(Shapes, st.integers(1, 6), st.integers(1, 9)), st.sampled_from(Packing)
+        MicrobatchOptions, st.none() | st.builds(Shapes, st.integers(1, 6), st.integers(1, 9)), st.sampled_from(Packing)
     ),
     st.booleans(),
 )
@@ -78,7 +78,7 @@ def test_plans_hold_what_they_promise(lengths, options):
 @pytest.mark.parametrize("lengths", [[], [1], [30_000], [7] * 3])
 def test_few_sequences_give_numbers(lengths):
     plan = Planner(CANDIDATES, KINDS).plan(lengths)
-    check(plan, lengths, PlanOptions())
+    check(plan, lengths, IterationOptions())
     assert np.isfinite([plan.ms, plan.published_ms, plan.idle_share]).all()
 
 
@@ -137,7 +137,7 @@ def test_plans_are_near_the_best_of_all_on_small_cases():
 
 
 def test_a_candidate_is_left_out_only_if_it_cannot_win():
-    batches = Batches(shipped_lengths("wikipedia"), 30_000, 8_000, seed=4)
+    batches = LengthBatches(shipped_lengths("wikipedia"), 30_000, 8_000, seed=4)
     planner = Planner(CANDIDATES, KINDS)
     for iteration in range(6):
         tokens = batches.batch(iteration).tokens
@@ -151,31 +151,34 @@ def test_the_number_of_micro_batches_weighs_bubbles_against_constants():
     """Six sequences of 10 ms on four stages: V = 2, 3, 6 take (3 + V)·(60 / V + c)."""
     for constant, best in ((0.0, 6), (15.0, 3), (40.0, 2)):
         cost = price("pp4", 0.0, 0.1, constant, 10_000)
-        ends = {v: fill(range(6), [100] * 6, cost, FillOptions(microbatches=v)).published_ms for v in (1, 2, 3, 6)}
+        ends = {
+            v: form_microbatches(range(6), [100] * 6, cost, MicrobatchOptions(microbatches=v)).published_ms
+            for v in (1, 2, 3, 6)
+        }
         assert ends[2] == pytest.approx(5 * (30 + constant))
         assert ends[3] == pytest.approx(6 * (20 + constant))
-        chosen = fill(range(6), [100] * 6, cost, PLAIN)
+        chosen = form_microbatches(range(6), [100] * 6, cost, PLAIN)
         assert best == min(ends, key=ends.__getitem__)
         assert chosen.ms <= ends[best] * (1 + 1e-9)  # four unequal ones are better still with 15 ms
         assert abs(len(chosen.microbatches) - best) <= 1
 
 
 def test_one_stage_wants_few_micro_batches():
-    filled = fill(range(6), [100] * 6, SMALL, PLAIN)
-    assert len(filled.microbatches) == 1
-    assert fill_ms([100] * 6, SMALL, PLAIN) == pytest.approx(filled.ms)
+    formed = form_microbatches(range(6), [100] * 6, SMALL, PLAIN)
+    assert len(formed.microbatches) == 1
+    assert microbatches_ms([100] * 6, SMALL, PLAIN) == pytest.approx(formed.ms)
 
 
 def test_as_many_micro_batches_as_asked_for():
     lengths = np.random.default_rng(0).integers(1, 300, 400).tolist()
-    options = PlanOptions(FillOptions(microbatches=100))
+    options = IterationOptions(MicrobatchOptions(microbatches=100))
     plan = Planner([Strategy.parse("tp2.pp2")], KINDS, options).plan(lengths)
     assert len(plan.pipelines[0].microbatches) == 100
     check(plan, lengths, options)
     with pytest.raises(BalanceError, match=r"no candidate can make 100 micro-batches .* 3 sequences of 6 tokens"):
         Planner([Strategy.parse("tp2.pp2")], KINDS, options).plan([1, 2, 3])
     with pytest.raises(BalanceError, match=r"3 sequences of 6 tokens do not make 100 micro-batches"):
-        fill(range(3), [1, 2, 3], DEEP, options.filling)
+        form_microbatches(range(3), [1, 2, 3], DEEP, options.microbatching)
 
 
 def test_all_pipelines_can_have_as_many_micro_batches_and_the_empty_ones_are_marked():
@@ -183,7 +186,7 @@ def test_all_pipelines_can_have_as_many_micro_batches_and_the_empty_ones_are_mar
     hundred = price("tp1", 1e-6, 0.1, 1, 100)
     lengths = [95] * 5 + [20] * 5
     uneven = Planner([Strategy.parse("dp2.tp1")], [hundred]).plan(lengths)
-    even = Planner([Strategy.parse("dp2.tp1")], [hundred], PlanOptions(even=True)).plan(lengths)
+    even = Planner([Strategy.parse("dp2.tp1")], [hundred], IterationOptions(even=True)).plan(lengths)
     counts = [len(p.microbatches) for p in even.pipelines]
     assert len(set(counts)) == 1
     assert counts[0] == max(len(p.microbatches) for p in uneven.pipelines)
@@ -191,7 +194,7 @@ def test_all_pipelines_can_have_as_many_micro_batches_and_the_empty_ones_are_mar
     empty = [mb for p in even.pipelines for mb in p.microbatches if not mb.sequences]
     assert len(empty) == sum(counts) - sum(len(p.microbatches) for p in uneven.pipelines)
     assert all(mb.tokens == 0 < mb.padded for mb in empty)
-    idle = Planner([Strategy.parse("2*tp8")], KINDS, PlanOptions(even=True)).plan([10])
+    idle = Planner([Strategy.parse("2*tp8")], KINDS, IterationOptions(even=True)).plan([10])
     assert [len(p.microbatches) for p in idle.pipelines] == [1, 1]
 
 
@@ -199,7 +202,7 @@ def test_idle_pipelines_are_a_choice():
     lengths, slow = [3000, 2000, 10], replace(SMALL, b=100.0)
     costs = (slow, LARGE)
     forced = Planner([Strategy.parse("tp8|tp1")], costs).plan(lengths)
-    free = Planner([Strategy.parse("tp8|tp1")], costs, PlanOptions(may_idle=True)).plan(lengths)
+    free = Planner([Strategy.parse("tp8|tp1")], costs, IterationOptions(may_idle=True)).plan(lengths)
     assert all(p.microbatches for p in forced.pipelines)
     assert not free.pipelines[1].microbatches
     assert free.ms < forced.ms
@@ -211,7 +214,7 @@ def test_idle_pipelines_are_a_choice():
         (lambda: Planner([], KINDS), "no candidate strategies"),
         (lambda: Planner([Strategy.parse("tp16")], KINDS), "tp16 is not in the profile"),
         (lambda: Planner(CANDIDATES, KINDS).plan([5, 0]), "sequence 1 has 0 tokens"),
-        (lambda: FillOptions(microbatches=0), "microbatches=0"),
+        (lambda: MicrobatchOptions(microbatches=0), "microbatches=0"),
         (lambda: Planner(CANDIDATES, KINDS).plan([20_000], only=2), "the roomiest candidate holds 8000"),
     ],
 )
@@ -223,7 +226,7 @@ def test_bad_input_is_refused(make, said):
 def test_published_candidates_beat_fixed_packing_by_half():
     shared = setting(load_profile("32b"), 64, 32_768)
     planner = Planner(published_candidates(64, shared.costs), shared.costs)
-    batches = Batches(shipped_lengths("wikipedia"), 200_000, 32_768)
+    batches = LengthBatches(shipped_lengths("wikipedia"), 200_000, 32_768)
     drawn = [batches.batch(i).tokens for i in range(16)]
     plans, rivals = [planner.plan(tokens) for tokens in drawn], [baselines(tokens, shared) for tokens in drawn]
     best = np.mean([plan.ms for plan in plans])
@@ -240,14 +243,14 @@ def test_published_candidates_beat_fixed_packing_by_half():
 def test_published_candidates_beat_fixed_packing_on_1024_devices():
     shared = setting(load_profile("32b"), 1024, 32_768)
     planner = Planner(published_candidates(1024, shared.costs), shared.costs)
-    batches = Batches(shipped_lengths("wikipedia"), 3_200_000, 32_768)
+    batches = LengthBatches(shipped_lengths("wikipedia"), 3_200_000, 32_768)
     drawn = [batches.batch(i).tokens for i in range(2)]
     best = np.mean([planner.plan(tokens).ms for tokens in drawn])
     assert np.mean([shared.homogeneous.fixed_ms(tokens, 32_768) for tokens in drawn]) / best >= 1.6
 
 
-def test_middle_and_deep_are_priced_alike_by_planner_and_fill():
+def test_middle_and_deep_are_priced_alike_by_planner_and_microbatches():
     for cost in (MIDDLE, DEEP):
         lengths = [900, 800, 50, 40, 30]
         plan = Planner([Strategy((cost.pipeline,))], KINDS).plan(lengths)
-        assert plan.ms == pytest.approx(fill(range(5), lengths, cost, PLAIN).ms)
+        assert plan.ms == pytest.approx(form_microbatches(range(5), lengths, cost, PLAIN).ms)

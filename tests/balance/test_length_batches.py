@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynajax.balance.lengths import Batches, Lengths, lognormal, read_lengths, shipped_lengths
+from dynajax.balance.lengths import LengthBatches, Lengths, lognormal, read_lengths, shipped_lengths
 from dynajax.data.packing import Overlong
 from dynajax.errors import BalanceError, DataError
 
@@ -18,7 +18,7 @@ FEW = Lengths("few", (1, 5, 40, 100), (3, 2, 1))
     st.integers(1, 3000), st.integers(1, 60), st.sampled_from([Overlong.TRUNCATE, Overlong.SPLIT]), st.integers(0, 9)
 )
 def test_a_batch_has_its_tokens_whatever_the_policy(tokens, longest, overlong, iteration):
-    batches = Batches(FEW, tokens, longest, overlong, seed=1)
+    batches = LengthBatches(FEW, tokens, longest, overlong, seed=1)
     drawn = batches.batch(iteration)
     assert drawn.tokens.sum() == tokens
     assert 1 <= drawn.tokens.min() <= drawn.tokens.max() <= longest
@@ -28,7 +28,7 @@ def test_a_batch_has_its_tokens_whatever_the_policy(tokens, longest, overlong, i
 
 def test_batches_differ_by_iteration_and_seed():
     texts = {
-        str(Batches(FEW, 500, 99, seed=seed).batch(iteration).tokens.tolist())
+        str(LengthBatches(FEW, 500, 99, seed=seed).batch(iteration).tokens.tolist())
         for seed in (0, 1)
         for iteration in (0, 1)
     }
@@ -37,12 +37,12 @@ def test_batches_differ_by_iteration_and_seed():
 
 def test_overlong_documents_are_counted_or_refused():
     five = Lengths("five", (5, 6), (1,))
-    drawn = Batches(five, 40, 4).batch(0)
+    drawn = LengthBatches(five, 40, 4).batch(0)
     assert (drawn.tokens.tolist(), drawn.cut_documents, drawn.dropped_tokens) == ([4] * 10, 10, 10)
-    split = Batches(five, 40, 4, Overlong.SPLIT).batch(0)
+    split = LengthBatches(five, 40, 4, Overlong.SPLIT).batch(0)
     assert (split.tokens.tolist(), split.cut_documents, split.dropped_tokens) == ([4, 1] * 8, 8, 0)
     with pytest.raises(DataError, match="document 0 has 5 tokens and the limit is 4"):
-        Batches(five, 40, 4, Overlong.ERROR).batch(0)
+        LengthBatches(five, 40, 4, Overlong.ERROR).batch(0)
 
 
 def test_wikipedia_lengths_have_the_published_quantiles():
@@ -100,4 +100,4 @@ def test_broken_files_are_refused(tmp_path, content, said):
 
 def test_impossible_batches_are_refused():
     with pytest.raises(BalanceError, match="batches of 0 tokens"):
-        Batches(FEW, 0, 5)
+        LengthBatches(FEW, 0, 5)

@@ -5,12 +5,12 @@ import itertools
 import numpy as np
 import pytest
 from balance.price_lists import LARGE, SMALL, long_tailed
+from balance.referee import exact_packing, lightest_ms, milp_packing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynajax.balance.lengths import Batches, shipped_lengths
-from dynajax.balance.pack import Interval, balanced, contiguous, fewest, lightest_ms, neighbours, order
-from dynajax.balance.referee import exact_packing, milp_packing
+from dynajax.balance.lengths import LengthBatches, shipped_lengths
+from dynajax.balance.pack import balanced, fewest, neighbours, order
 from dynajax.errors import BalanceError
 
 MANY = 10**9
@@ -90,7 +90,7 @@ def test_packing_is_near_the_exact_one_on_small_cases():
 
 @pytest.mark.parametrize("count", [25, 100, 400])
 def test_packing_is_at_the_lower_bound_on_wikipedia_lengths(count):
-    tokens = Batches(shipped_lengths("wikipedia"), 1100 * count, 16_384, seed=count).batch(0).tokens[:count]
+    tokens = LengthBatches(shipped_lengths("wikipedia"), 1100 * count, 16_384, seed=count).batch(0).tokens[:count]
     times = LARGE.times(tokens)
     packs_wanted = max(2, -(-int(tokens.sum()) // 28_000))
     packs = balanced(times.tolist(), tokens.tolist(), packs_wanted, LARGE.max_len, MANY)
@@ -123,47 +123,6 @@ def test_neighbours_are_the_best_cut_into_intervals(tokens, count):
     assert packs is not None
     assert_partition(packs, tokens, 120, MANY)
     assert max(sum(tokens[i] for i in pack) for pack in packs) == best
-
-
-def interval_prices(costs: list[list[float]], fixed: list[float]) -> np.ndarray:
-    """Price of items i to j on each strategy: what it costs at all, and the costs of the items."""
-    count = len(costs[0])
-    prices = np.full((len(costs), count, count + 1), np.inf)
-    for s, own in enumerate(costs):
-        for i in range(count):
-            for j in range(i + 1, count + 1):
-                prices[s, i, j] = fixed[s] + sum(own[i:j])
-    return prices
-
-
-def test_intervals_on_two_strategies():
-    """Lengths 1, 30, 40, 80, 90: S1 is cheap for short ones, S2 has a price of its own and is cheap for long ones."""
-    s1, s2 = [1.0, 0.4, 0.6, 1.6, 1.8], [0.9, 0.7, 0.7, 0.5, 0.5]
-    least, intervals = contiguous(interval_prices([s1, s2], [0.0, 0.9]))
-    assert least.tolist() == pytest.approx([1, 1.4, 2.0, 3.4, 3.9])
-    assert intervals[-1] == Interval(3, 5, 1)
-    assert all(interval.strategy == 0 for interval in intervals[:-1])
-
-
-@given(st.integers(1, 7), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_intervals_cost_least(count, strategies, random):
-    prices = np.full((strategies, count, count + 1), np.inf)
-    for i in range(count):
-        for j in range(i + 1, count + 1):
-            prices[:, i, j] = [random.uniform(0, 10) for _ in range(strategies)]
-
-    def cheapest(start: int) -> float:
-        return min((prices[:, start, stop].min() + cheapest(stop) for stop in range(start + 1, count + 1)), default=0.0)
-
-    least, intervals = contiguous(prices)
-    assert least[-1] == pytest.approx(cheapest(0))
-    assert [i.start for i in intervals] == [0, *[i.stop for i in intervals[:-1]]]
-    assert sum(prices[i.strategy, i.start, i.stop] for i in intervals) == pytest.approx(least[-1])
-
-
-def test_intervals_that_nothing_holds_are_refused():
-    with pytest.raises(BalanceError, match="2 items cannot be cut"):
-        contiguous(np.full((1, 2, 3), np.inf))
 
 
 @given(st.lists(st.floats(0, 10), max_size=9))

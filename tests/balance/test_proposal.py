@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynajax.balance.compare import baselines, setting
-from dynajax.balance.compose import Groups, compose, group, prefixes
+from dynajax.balance.compose import Groups, compose, length_groups, prefixes
 from dynajax.balance.cost import short_text
-from dynajax.balance.fill import FillOptions
-from dynajax.balance.iteration import Planner, PlanOptions
-from dynajax.balance.lengths import Batches, shipped_lengths
+from dynajax.balance.iteration import IterationOptions, Planner
+from dynajax.balance.lengths import LengthBatches, shipped_lengths
+from dynajax.balance.microbatching import MicrobatchOptions
 from dynajax.balance.profiles import load_profile
 from dynajax.balance.propose import propose
 from dynajax.balance.shapes import Shapes
@@ -58,7 +58,7 @@ def best_by_trying(groups: Groups, kinds, devices: int) -> float:
     st.integers(1, 12),
 )
 def test_the_programme_finds_the_best_mix(lengths, kinds, devices):
-    groups = group(np.array(lengths, np.int64), 3, [kind.max_len for kind in kinds])
+    groups = length_groups(np.array(lengths, np.int64), 3, [kind.max_len for kind in kinds])
     best = best_by_trying(groups, kinds, devices)
     if not np.isfinite(best):
         with pytest.raises(BalanceError, match=f"{devices} devices cannot be filled"):
@@ -72,7 +72,7 @@ def test_the_programme_finds_the_best_mix(lengths, kinds, devices):
 @given(st.lists(st.integers(1, 30_000), min_size=1, max_size=60), st.integers(1, 20))
 def test_groups_hold_every_sequence_once(lengths, count):
     tokens = np.array(lengths, np.int64)
-    groups = group(tokens, count, [3_000, 8_000])
+    groups = length_groups(tokens, count, [3_000, 8_000])
     assert groups.tokens.sum() == tokens.sum()
     assert groups.squares.sum() == pytest.approx(float((tokens.astype(float) ** 2).sum()))
     assert groups.longest[-1] == tokens.max()
@@ -85,7 +85,7 @@ def test_groups_hold_every_sequence_once(lengths, count):
 def test_prefixes_fill_the_devices(devices):
     tokens = np.random.default_rng(0).lognormal(6.5, 1.2, 300).astype(int).clip(1, 30_000)
     kinds = [MIDDLE, DEEP, LARGE]
-    found = prefixes(group(tokens, 12, [kind.max_len for kind in kinds]), kinds, devices)
+    found = prefixes(length_groups(tokens, 12, [kind.max_len for kind in kinds]), kinds, devices)
     assert len(found) > 1
     assert len({mix.copies for mix in found}) == len(found)
     for mix in found:
@@ -117,7 +117,7 @@ def test_the_homogeneous_layout_is_among_the_candidates():
 
 def test_proposals_respect_the_shapes():
     samples = [np.array([100, 300, 900, 2_500])] * 3
-    options = PlanOptions(FillOptions(Shapes(buckets=2, max_segments=4, align=4_096)))
+    options = IterationOptions(MicrobatchOptions(Shapes(buckets=2, max_segments=4, align=4_096)))
     found = propose(samples, KINDS, 8, 4_096, options=options)  # the small pipeline holds no row
     assert all("tp1" not in short_text(s) for s in found.candidates)
     assert Planner(found.candidates, KINDS, options).plan(samples[0]).ms > 0
@@ -139,7 +139,7 @@ def test_impossible_proposals_are_refused(samples, devices, longest, said):
 def test_own_candidates_beat_fixed_packing_on_64_devices():
     """On batches that were not among the samples."""
     shared = setting(load_profile("32b"), 64, 32_768)
-    batches = Batches(shipped_lengths("wikipedia"), 200_000, 32_768)
+    batches = LengthBatches(shipped_lengths("wikipedia"), 200_000, 32_768)
     samples = [batches.batch(1000 + i).tokens for i in range(48)]
     planner = Planner(propose(samples, shared.costs, 64, 32_768).candidates, shared.costs)
     drawn = [batches.batch(i).tokens for i in range(16)]
@@ -152,6 +152,6 @@ def test_own_candidates_beat_fixed_packing_on_64_devices():
 def test_strategies_may_differ_in_every_axis():
     kinds = [SMALL, MIDDLE, DEEP, KINDS[3], LARGE]  # tp1, tp2, tp2.pp2, tp2.cp2, tp8
     tokens = np.array([12_000] * 2 + [7_000] * 4 + [2_000] * 40)
-    mix = compose(group(tokens, 12, [kind.max_len for kind in kinds]), kinds, 16)
+    mix = compose(length_groups(tokens, 12, [kind.max_len for kind in kinds]), kinds, 16)
     assert sum(n > 0 for n in mix.copies) >= 2
     assert Strategy.parse("tp2.pp2|tp2.cp2|tp8").num_devices == 16

@@ -9,24 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynajax.balance.pack import order
-from dynajax.balance.simulate import FORWARD, gpipe_ms, published_ms, simulated_ms, timeline
+from dynajax.balance.simulate import FORWARD, published_ms, simulated_ms, timeline
 
 TIMES = st.lists(st.floats(0.1, 100), min_size=1, max_size=9)
 STAGES = st.integers(1, 6)
 
 
-def event_queue_ms(times: list[float], pp: int, gpipe: bool) -> float:
+def event_queue_ms(times: list[float], pp: int) -> float:
     """Every stage has its list of tasks; a task starts when its stage is free and what it waits for is done."""
     count = len(times)
     tasks = {}
     for stage in range(pp):
-        if gpipe:
-            tasks[stage] = [("f", m) for m in range(count)] + [("b", m) for m in reversed(range(count))]
-        else:
-            ahead = min(pp - stage, count)
-            tasks[stage] = [("f", m) for m in range(ahead)]
-            for m in range(count):
-                tasks[stage] += [("b", m)] + ([("f", m + ahead)] if m + ahead < count else [])
+        ahead = min(pp - stage, count)
+        tasks[stage] = [("f", m) for m in range(ahead)]
+        for m in range(count):
+            tasks[stage] += [("b", m)] + ([("f", m + ahead)] if m + ahead < count else [])
     done, free, position, clock = {}, defaultdict(float), dict.fromkeys(range(pp), 0), [(0.0, 0)]
     while clock:
         now, _ = heapq.heappop(clock)
@@ -48,19 +45,13 @@ def event_queue_ms(times: list[float], pp: int, gpipe: bool) -> float:
 
 @given(TIMES, STAGES)
 def test_one_forward_one_backward_agrees_with_an_event_queue(times, pp):
-    assert simulated_ms(times, pp) == pytest.approx(event_queue_ms(times, pp, gpipe=False), rel=1e-9)
-
-
-@given(TIMES, STAGES)
-def test_gpipe_agrees_with_an_event_queue(times, pp):
-    assert gpipe_ms(times, pp) == pytest.approx(event_queue_ms(times, pp, gpipe=True), rel=1e-9)
+    assert simulated_ms(times, pp) == pytest.approx(event_queue_ms(times, pp), rel=1e-9)
 
 
 @given(st.floats(0.1, 50), st.integers(1, 12), STAGES)
 def test_equal_micro_batches_take_the_published_time(time, count, pp):
     times = [time] * count
     assert simulated_ms(times, pp) == pytest.approx(published_ms(times, pp))
-    assert gpipe_ms(times, pp) == pytest.approx(published_ms(times, pp))
 
 
 @given(TIMES, STAGES)
@@ -71,22 +62,22 @@ def test_unequal_micro_batches_take_between_their_work_and_the_published_time(ti
 
 @given(TIMES, STAGES)
 def test_timeline_holds_every_task_once_in_order_without_overlap(times, pp):
-    events = timeline(times, pp)
-    assert max(event.end for event in events) == pytest.approx(simulated_ms(times, pp))
-    keys = [(e.stage, e.microbatch, e.backward) for e in events]
+    tasks = timeline(times, pp)
+    assert max(task.end for task in tasks) == pytest.approx(simulated_ms(times, pp))
+    keys = [(e.stage, e.microbatch, e.backward) for e in tasks]
     assert len(set(keys)) == len(keys) == 2 * pp * len(times)
     for stage in range(pp):
-        mine = [event for event in events if event.stage == stage]
+        mine = [task for task in tasks if task.stage == stage]
         assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(mine))
         held = peak = 0
-        for event in mine:  # MaxLen counts on at most pp - stage micro-batches
-            held += -1 if event.backward else 1
+        for task in mine:  # MaxLen counts on at most pp - stage micro-batches
+            held += -1 if task.backward else 1
             peak = max(peak, held)
         assert peak <= pp - stage
 
 
 def test_no_micro_batches_take_no_time():
-    assert simulated_ms([], 4) == gpipe_ms([], 4) == published_ms([], 4) == 0
+    assert simulated_ms([], 4) == published_ms([], 4) == 0
 
 
 @given(st.lists(st.floats(1, 3), min_size=1, max_size=5), st.integers(2, 4))

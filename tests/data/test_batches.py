@@ -1,14 +1,10 @@
 """Batches of packed rows: what is in them, and that nothing but (documents, settings, n) decides it."""
 
-import contextlib
 import dataclasses
 import hashlib
-import itertools
 import random
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -25,7 +21,6 @@ from dynajax.data import (
     Overlong,
     folder_documents,
     pad_rows,
-    shard_rows,
     stdlib_documents,
 )
 from dynajax.errors import DataError
@@ -165,43 +160,13 @@ def test_a_batch_may_be_larger_than_an_epoch():
     assert_equal(batch, stack([batches.take(300 + i, 1) for i in range(100)]))
 
 
-def test_the_stream_is_the_batches_in_order_from_any_sample():
-    batches = some()
-    with contextlib.closing(batches.stream(6, ahead=3)) as stream:
-        for sample in range(6, 6 + 25 * 4, 4):
-            assert_equal(next(stream), batches.take(sample, 4))
-
-
-def test_a_closed_stream_leaves_no_thread():
-    before = set(threading.enumerate())
-    stream = some().stream()
-    next(stream)
-    assert set(threading.enumerate()) - before
-    stream.close()
-    deadline = time.monotonic() + 10
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not set(threading.enumerate()) - before
-
-
-def test_a_file_that_shrinks_during_the_run_is_named_through_the_stream(tmp_path: Path):
+def test_a_file_that_shrinks_during_the_run_is_named(tmp_path: Path):
     for name, text in zip("abcdef", texts([40] * 6), strict=True):
         (tmp_path / name).write_bytes(b"text" + text.replace(b"\0", b"0"))
     batches = Batches(folder_documents(tmp_path), batch_size=2, seq_len=64)
     (tmp_path / "d").write_bytes(b"short")
-    with contextlib.closing(batches.stream()) as stream, pytest.raises(DataError, match="changed during the run"):
-        list(itertools.islice(stream, 10))
-
-
-@pytest.mark.parametrize("count", [1, 3, 8, 37])
-@pytest.mark.parametrize("shards", [1, 2, 3, 8])
-def test_each_shard_reads_its_rows_of_the_padded_batch(count: int, shards: int):
-    batches = some()
-    whole = pad_rows(batches.take(5, count), shards)
-    parts = [batches.take_shard(5, count, shard, shards) for shard in range(shards)]
-    for shard, part in enumerate(parts):
-        assert_equal(part, shard_rows(whole, shard, shards))
-    assert_equal(stack(parts), whole)
+    with pytest.raises(DataError, match="changed during the run"):
+        batches.take(0, batches.rows_per_epoch)
 
 
 def test_one_shape_means_one_compile_and_the_segment_limit_is_part_of_its_key():
@@ -222,8 +187,7 @@ def test_one_shape_means_one_compile_and_the_segment_limit_is_part_of_its_key():
 
 def test_a_cursor_names_the_corpus_and_the_order():
     batches = some()
-    cursor = batches.start().advance(4).advance(4)
-    assert (cursor.step, cursor.sample) == (2, 8)
+    cursor = dataclasses.replace(batches.start(), step=2, sample=8)
     assert some(batch_size=7).resume(cursor) is cursor
     with pytest.raises(DataError, match="corpus"):
         Batches(MemoryDocuments.of(texts([5, 9])), 4, 16, 0, 3).resume(cursor)
@@ -243,9 +207,6 @@ def test_a_cursor_names_the_corpus_and_the_order():
         (lambda: Batches(MemoryDocuments.of(["a", "b", ""]), 1, 8), "no token to predict"),
         (lambda: some()[-1], "sample -4"),
         (lambda: some().take(0, 0), "0 rows"),
-        (lambda: next(some().stream(-1)), "sample -1"),
-        (lambda: some().take_shard(0, 4, 2, 2), "shard 2 of 2"),
-        (lambda: shard_rows(some()[0], 0, 3), "4 rows do not divide into 3 shards"),
         (lambda: pad_rows(some()[0], 0), "multiple of 0"),
     ],
 )

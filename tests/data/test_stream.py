@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dynajax.data.stream import Cursor, endless_order, item
+from dynajax.data.stream import endless_order, item
 
 
 @pytest.mark.parametrize(("count", "epoch"), [(1, 0), (1, 5), (2, 3), (7, 0), (7, 5), (1000, 2), (2**16, 1)])
@@ -24,8 +24,3 @@ def test_epochs_and_seeds_differ_and_the_place_alone_decides(count: int):
     assert len(set(begins.values())) == len(begins)  # seed 1 is not seed 0 an epoch later, either
     again = endless_order(count, 1)
     assert tuple(item(again, 10**6 * count + i) for i in places) == begins[1, 10**6]
-
-
-def test_the_cursor_counts_steps_and_samples():
-    cursor = Cursor(0, 0, "c", "s").advance(8).advance(3)
-    assert cursor == Cursor(2, 11, "c", "s")

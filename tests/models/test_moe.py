@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_experts import dense_experts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -19,9 +20,7 @@ from dynajax.models import (
     MoeConfig,
     RouterStats,
     balance_loss,
-    buffered_experts,
     count_parameters,
-    dense_experts,
     forward,
     forward_with_stats,
     mean_loss,
@@ -44,7 +43,7 @@ VARIANTS = {
     "one expert a token": dataclasses.replace(TINY, top_k=1, normalize_top_k=False, capacity_factor=1.0),
     "no gate": dataclasses.replace(TINY, gated=False, top_k=3),
 }
-WAYS = (sorted_experts, dense_experts, buffered_experts)
+WAYS = (sorted_experts, dense_experts)
 ROWS, SEQ = 2, 16
 
 
@@ -101,9 +100,8 @@ def test_all_ways_have_the_same_gradients(name):
 
     slope = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
     plain = slope(params, x, dense_experts)
-    for experts in (sorted_experts, buffered_experts):
-        for a, b in zip(jax.tree.leaves(slope(params, x, experts)), jax.tree.leaves(plain), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(slope(params, x, sorted_experts)), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=6)
@@ -130,7 +128,7 @@ def test_later_tokens_take_no_place_from_earlier_ones():
     params = shaken(config)
     x, counted = drawn_layer(3)
     other = np.where(np.arange(SEQ)[:, None] < 9, x, 1 - x)
-    one, two = (one_layer(config, params, 0, a, counted, buffered_experts)[0] for a in (x, other))
+    one, two = (one_layer(config, params, 0, a, counted, sorted_experts)[0] for a in (x, other))
     np.testing.assert_array_equal(one[:, :9], two[:, :9])
     assert not np.array_equal(one[:, 9:], two[:, 9:])
 
@@ -306,7 +304,7 @@ def test_impossible_mixtures_are_refused(change, message):
 
 
 def test_a_dropped_choice_has_no_gate_whatever_the_way():
-    choices = Choices(jnp.array([[[0], [0]]]), jnp.array([[[1.0], [0.0]]]), jnp.array([[[0], [1]]]), 1)
+    choices = Choices(jnp.array([[[0], [0]]]), jnp.array([[[1.0], [0.0]]]))
     kernels = ExpertKernels(jnp.ones((1, 2, 3)), jnp.ones((1, 3, 2)), None)
     for experts in WAYS:
         out = experts(jnp.ones((1, 2, 2)), choices, kernels, Execution())

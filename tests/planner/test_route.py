@@ -23,7 +23,7 @@ def address(tiling, row, index):
 @SETTINGS
 @given(pairs, topologies())
 def test_copies_begin_and_step_where_the_tilings_say(pair, topology):
-    for move in build_plan(*pair, AMPLE, topology=topology).moves:
+    for move in build_plan(pair[0], pair[1], AMPLE, topology=topology).moves:
         route, copies = move.route, move.copies
         for k in range(len(route.lo)):
             first, last = route.lo[k].tolist(), (route.hi[k] - 1).tolist()
@@ -48,7 +48,7 @@ def test_copies_begin_and_step_where_the_tilings_say(pair, topology):
 @given(pairs, topologies())
 def test_a_phase_reads_and_adds_only_what_earlier_ones_wrote(pair, topology):
     """Counted by going through the rows: a run of added rows is numbered from the row that is written."""
-    for move in build_plan(*pair, AMPLE, topology=topology).moves:
+    for move in build_plan(pair[0], pair[1], AMPLE, topology=topology).moves:
         copies, expected = move.copies, []
         for added, relayed in zip(copies.added.tolist(), copies.relayed.tolist(), strict=True):
             expected.append(RELAYED if relayed else expected[-1] + 1 if added else 0)
@@ -58,7 +58,7 @@ def test_a_phase_reads_and_adds_only_what_earlier_ones_wrote(pair, topology):
 @SETTINGS
 @given(pairs, pairs)
 def test_keys_are_equal_for_routes_that_say_the_same(one, other):
-    first, again, others = ([m.route for m in build_plan(*pair, AMPLE).moves] for pair in (one, one, other))
+    first, again, others = ([m.route for m in build_plan(pair[0], pair[1], AMPLE).moves] for pair in (one, one, other))
     assert [r.key for r in first] == [r.key for r in again]
     for a in first:
         for b in others:

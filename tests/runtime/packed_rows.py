@@ -28,6 +28,12 @@ def random_batch(documents, seq, vocab, seed=0):
     return Batch(tokens, targets, inside.astype(np.float32), segments, positions, max(map(len, documents)))
 
 
+def restored(order, rows):
+    """Leaves (rows, stored_length, ...) that lie in ``order``, as (rows, length, ...) in the order of the tokens."""
+    places = [order.index.tolist().index(token) for token in range(order.length)]
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[:, places], rows)
+
+
 def assert_close(got, want, rtol=1e-5):
     """Leaf by leaf: the largest difference is at most ``rtol`` of the largest value."""
     assert jax.tree.structure(got) == jax.tree.structure(want)

@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_experts import dense_experts
 from jax.sharding import NamedSharding, PartitionSpec
 from runtime.packed_rows import assert_close
 
 from dynajax.errors import StrategyError
 from dynajax.meshes import Strategy
-from dynajax.models import Choices, Execution, ExpertKernels, dense_experts
+from dynajax.models import Choices, Execution, ExpertKernels
 from dynajax.runtime import ExpertAxes, exchange_experts, expert_axes
 
 BATCH, SEQ, EMBED, MLP, TOP_K = 4, 6, 8, 6, 2
@@ -36,7 +37,7 @@ def values(experts, chosen, run):
     """Output, and gradients of tokens, gates and kernels."""
 
     def loss(x, gates, kernels):
-        out = experts(x, Choices(chosen, gates, jnp.zeros_like(chosen), SEQ), kernels, run)
+        out = experts(x, Choices(chosen, gates), kernels, run)
         return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
 
     return lambda x, gates, kernels: jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(x, gates, kernels)

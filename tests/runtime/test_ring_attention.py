@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from runtime.packed_rows import assert_close, tokens_of
+from runtime.packed_rows import assert_close, restored, tokens_of
 
 from dynajax.errors import LayoutError
 from dynajax.meshes import Strategy
@@ -46,17 +46,17 @@ def place(mesh, arrays) -> Any:
 
 
 @pytest.mark.parametrize(
-    "tiling", [AttentionTiles(512, one_row=False), AttentionTiles(2, one_row=False), AttentionTiles(2, one_row=True)]
+    "tiles", [AttentionTiles(512, one_row=False), AttentionTiles(2, one_row=False), AttentionTiles(2, one_row=True)]
 )
 @pytest.mark.parametrize("order", [contiguous, zigzag])
 @pytest.mark.parametrize(
     ("strategy", "seq"), [("dp1", 15), ("dp2.tp2", 16), ("cp2", 16), ("cp3", 14), ("cp4", 15), ("dp2.cp2.tp2", 16)]
 )
-def test_values_and_gradients_are_those_of_plain_attention(strategy, seq, order, tiling):
+def test_values_and_gradients_are_those_of_plain_attention(strategy, seq, order, tiles):
     mesh, args = mesh_of(strategy), arguments(DOCUMENTS, seq)
     order = order(seq, mesh.shape["cp"])
-    got = jax.jit(outputs(ring_attention(mesh, tiling=tiling)))(*place(mesh, order.arrange(args)))
-    got, want = order.restore(jax.tree.map(np.asarray, got)), outputs(packed_attention)(*args)
+    got = jax.jit(outputs(ring_attention(mesh, tiles=tiles)))(*place(mesh, order.arrange(args)))
+    got, want = restored(order, got), outputs(packed_attention)(*args)
     assert_close(got, want)
     padding = args[3] == 0
     assert all(np.all(x[padding] == 0) for x in got)
@@ -66,11 +66,11 @@ def test_values_and_gradients_are_those_of_plain_attention(strategy, seq, order,
 def test_PACK_1_a_document_does_not_see_another(order):
     q, k, v, segments, positions, _ = arguments([[5, 3]], 8)
     mesh, order = mesh_of("cp2"), order(8, 2)
-    ring: Any = jax.jit(ring_attention(mesh, tiling=AttentionTiles(2, one_row=True)))
+    ring: Any = jax.jit(ring_attention(mesh, tiles=AttentionTiles(2, one_row=True)))
 
     def second_document(k, v):
         out = ring(*place(mesh, order.arrange((q, k, v, segments, positions))))
-        return order.restore(np.asarray(out))[:, 5:]
+        return restored(order, out)[:, 5:]
 
     changed_k, changed_v = k.copy(), v.copy()
     changed_k[:, :5], changed_v[:, :5] = 7.0, -3.0
@@ -90,7 +90,7 @@ def test_a_step_of_the_ring_stores_no_scores_of_the_whole_row():
         return memory.temp_size_in_bytes
 
     assert (
-        bytes_needed(ring_attention(mesh, tiling=AttentionTiles(16, one_row=False)), place(mesh, args))
+        bytes_needed(ring_attention(mesh, tiles=AttentionTiles(16, one_row=False)), place(mesh, args))
         < whole_scores / 2
     )
     assert bytes_needed(packed_attention, args) > whole_scores

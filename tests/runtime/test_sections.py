@@ -10,9 +10,9 @@ import pytest
 
 from dynajax.meshes import Strategy
 from dynajax.models import LlamaConfig, parameter_specs
-from dynajax.runtime import Propagation
+from dynajax.runtime import ShardedModel
 from dynajax.runtime.gradients import GradientPrograms, abstract_sums
-from dynajax.runtime.sections import sections_of, whole
+from dynajax.runtime.sections import one_section, sections_of
 
 
 def model(layers: int, tied: bool = False) -> LlamaConfig:
@@ -25,7 +25,7 @@ def test_sections_make_up_the_model(layers: int, strategy: str):
     if strategy.startswith("pp2") and layers == 1:
         layers = 2
     config = model(layers)
-    sections = sections_of(Propagation(config, Strategy.parse(strategy)), most=4)
+    sections = sections_of(ShardedModel(config, Strategy.parse(strategy)), most=4)
     assert len(sections) == (1 if strategy.startswith("pp2") else min(layers, 4))
     assert [s.span[0] for s in sections] == [0, *(s.span[1] for s in sections[:-1])]
     sizes = [b - a for a, b in (s.span for s in sections)]
@@ -36,16 +36,16 @@ def test_sections_make_up_the_model(layers: int, strategy: str):
 
 
 def test_a_tied_head_computes_with_what_the_first_section_owns():
-    sections = sections_of(Propagation(model(3, tied=True), Strategy.parse("tp2")), most=3)
+    sections = sections_of(ShardedModel(model(3, tied=True), Strategy.parse("tp2")), most=3)
     assert [s.uses for s in sections] == [("embed", "blocks"), ("blocks",), ("embed", "blocks", "head")]
     assert [s.owns for s in sections] == [("embed", "blocks"), ("blocks",), ("blocks", "head")]
-    assert whole(Propagation(model(3, tied=True), Strategy.parse("tp2"))).uses == ("embed", "blocks", "head")
+    assert one_section(ShardedModel(model(3, tied=True), Strategy.parse("tp2"))).uses == ("embed", "blocks", "head")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_is_kept_for_the_backward_pass_has_no_parameters(dtype: jnp.dtype):
     """Two layers of each section: stacks of parameters are told from activations by their first dim."""
-    run = Propagation(model(8), Strategy.parse("tp2"), dtype=dtype)
+    run = ShardedModel(model(8), Strategy.parse("tp2"), dtype=dtype)
     mesh = run.strategy.mesh(jax.devices()[:2])
     sections = sections_of(run, most=4)
     sums = abstract_sums([section.on(mesh) for section in sections], mesh)

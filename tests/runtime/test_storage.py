@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from dynajax.errors import LayoutError
 from dynajax.meshes import Strategy
 from dynajax.models import LlamaConfig, MoeConfig, ParameterSpec, parameter_specs
-from dynajax.runtime import Cut, CutLayers, Propagation, parameter_storage, storage_of
+from dynajax.runtime import Cut, CutLayers, ShardedModel, parameter_storage, storage_of
 
 RULES = {"layers": CutLayers(chunks=2), "mlp": Cut(("tp",)), "heads": Cut(("tp", "cp"), granule=3), "embed": Cut()}
 MOE = MoeConfig(layers=3, hidden=8, ffn=6, heads=2, kv_heads=2, head_dim=4, vocab=20, experts=8, top_k=2)
@@ -32,21 +32,22 @@ def test_storage_holds_every_element_once_in_equal_parts(named, mesh_shape):
     storage = storage_of(shape, axes, RULES, mesh_shape)
     assert storage.logical_shape == shape
     assert all(dim.stored % n == 0 for dim, n in zip(storage.dims, parts_of(storage, mesh_shape), strict=True))
-    for size, index in zip(shape, storage.index_maps, strict=True):
+    indices = [dim.index for dim in storage.dims]
+    for size, index in zip(shape, indices, strict=True):
         assert sorted(index[index >= 0]) == list(range(size))
     x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
     stored = np.asarray(storage.to_storage(jnp.asarray(x)))
     assert stored.shape == storage.shape
-    inside = np.ix_(*(index >= 0 for index in storage.index_maps))
+    inside = np.ix_(*(index >= 0 for index in indices))
     want = np.zeros(storage.shape, int)
-    want[inside] = x[np.ix_(*(index[index >= 0] for index in storage.index_maps))]
+    want[inside] = x[np.ix_(*(index[index >= 0] for index in indices))]
     assert np.array_equal(stored, want)
     assert np.array_equal(storage.to_logical(jnp.asarray(stored)), x)
     assert storage.is_identity == (storage.shape == shape and np.array_equal(stored, x) and axes_in_order(storage))
 
 
 def axes_in_order(storage):
-    return all(np.array_equal(index, np.arange(len(index))) for index in storage.index_maps)
+    return all(np.array_equal(dim.index, np.arange(len(dim.index))) for dim in storage.dims)
 
 
 @given(st.integers(1, 40), mesh_shapes, st.integers(1, 3))
@@ -79,10 +80,10 @@ def test_UNEVEN_3_and_VOCAB_1_a_table_is_padded_by_its_own_size_each_time_and_ne
 def test_GQA_1_heads_are_padded_in_whole_groups_or_kv_heads_are_declared_whole():
     config = LlamaConfig(layers=1, hidden=16, ffn=16, heads=12, kv_heads=6, head_dim=4, vocab=8)
     for tp, heads, kv_heads in [(2, 12, 6), (4, 16, 8), (3, 12, 6), (8, 16, 6)]:
-        storage = Propagation(config, Strategy.parse(f"tp{tp}")).storage["blocks"]["attention"]
+        storage = ShardedModel(config, Strategy.parse(f"tp{tp}")).storage["blocks"]["attention"]
         assert storage["q"].shape[2] == heads
         assert storage["k"].shape[2] == kv_heads
-        declared = Propagation(config, Strategy.parse(f"tp{tp}")).replicated
+        declared = ShardedModel(config, Strategy.parse(f"tp{tp}")).replicated
         assert ("kv_heads" in declared) == (storage["k"].spec[2] is None) == (tp > 6)
 
 
@@ -91,9 +92,9 @@ def test_MOE_1_expert_e_stays_expert_e_whatever_ep_is():
     up = jnp.broadcast_to(jnp.arange(8.0)[None, :, None, None], specs["up"].shape)
     router = jnp.broadcast_to(jnp.arange(8.0), specs["router"].shape)
     for strategy in ("ep2", "ep4", "ep1", "ep8", "ep3", "pp2.ep2.tp2", "dp2.tp4/ep8", "ep2"):
-        storage = Propagation(MOE, Strategy.parse(strategy)).storage["blocks"]["mlp"]
+        storage = ShardedModel(MOE, Strategy.parse(strategy)).storage["blocks"]["mlp"]
         stored = storage["up"].to_storage(up)
-        index = storage["up"].index_maps[1]
+        index = storage["up"].dims[1].index
         real = np.asarray(stored)[0][index >= 0, 0, 0]
         assert real.tolist() == index[index >= 0].tolist()
         up, router = (

@@ -18,7 +18,7 @@ from dynajax.planner import verify
 from dynajax.train import StepReport, Trainer, TrainState
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates
-from dynajax.train.documents import DocumentJob
+from dynajax.train.document_job import DocumentJob
 
 MODEL = LlamaConfig(layers=3, hidden=12, ffn=20, heads=4, kv_heads=2, head_dim=4, vocab=256, tied=True)
 LONGEST = 40
@@ -61,7 +61,7 @@ def shared() -> Trainer:
 def on(strategy: str) -> Trainer:
     """A trainer at its first step that shares what is compiled."""
     made = trainer("8*dp1")
-    made.job, made.workshop = shared().job, shared().workshop
+    made.job, made.compile_cache = shared().job, shared().compile_cache
     made.placement = made.job.place(strategy)
     return made
 

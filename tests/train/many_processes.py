@@ -26,15 +26,15 @@ import optax
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from started import join, raised
 
-from dynajax.balance import PlanAhead, Taken
 from dynajax.data import DocumentBatch, DocumentSteps, MemoryDocuments
 from dynajax.models import LlamaConfig
-from dynajax.runtime.pipelines import Passes
+from dynajax.runtime.pipeline_runner import Passes
 from dynajax.train import Trainer
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates
+from dynajax.train.document_job import DocumentJob
 from dynajax.train.document_step import _Plans
-from dynajax.train.documents import DocumentJob
+from dynajax.train.plan_ahead import PlanAhead, TakenPlan
 
 MODEL = LlamaConfig(layers=2, hidden=8, ffn=12, heads=2, kv_heads=2, head_dim=4, vocab=128, tied=True)
 LONGEST = 24
@@ -81,7 +81,7 @@ def take_steps(reference: str) -> dict[str, Any]:
 TIMELY = PlanAhead._timely
 
 
-def late(self: PlanAhead, lengths: Any, future: Any, last: int) -> Taken:
+def late(self: PlanAhead, lengths: Any, future: Any, last: int) -> TakenPlan:
     """In place of ``PlanAhead._timely``: as if the plan were never made."""
     self._patience_s = 0
     return TIMELY(self, lengths, Future(), last)

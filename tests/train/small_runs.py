@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from dense_experts import dense_experts
 
 from dynajax import models
 from dynajax.data import Batch, Batches, DocumentSteps, MemoryDocuments
 from dynajax.meshes import Placement
 from dynajax.train import Trainer, TrainState
-from dynajax.train.rows import RowJob
+from dynajax.train.row_job import RowJob
 
 MODEL = models.LlamaConfig(layers=2, hidden=16, ffn=32, heads=8, kv_heads=8, head_dim=4, vocab=256, tied=True)
 DOCUMENTS = tuple((f"def f{i}(x):\n    return x * {i}\n" * (1 + i % 5)).encode() for i in range(40))
 ROWS = 6
-ALL_EXPERTS = models.Execution(experts=models.dense_experts)
+ALL_EXPERTS = models.Execution(experts=dense_experts)
 
 PLACEMENTS = ["dp2.tp4", "fsdp8", "tp8", "tp4@4-7", "dp8", "dp2.fsdp2.tp2@7-0", "dp3@1-3", "dp1@5"]
 """Every axis alone and in products, parts of the devices, the reverse order, and batches that need filler rows."""

@@ -32,15 +32,15 @@ from train.small_runs import bits, largest_difference
 from train.test_trainer import compilations
 
 from dynajax import models
-from dynajax.balance import PlanAhead, Taken
 from dynajax.data import DocumentSteps, MemoryDocuments
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.models import MoeConfig
-from dynajax.runtime.pipelines import PipelineRunner
+from dynajax.runtime.pipeline_runner import PipelineRunner
 from dynajax.train import Trainer
 from dynajax.train.balancing import Balancing
 from dynajax.train.candidates import Candidates
 from dynajax.train.elementwise import require_elementwise
+from dynajax.train.plan_ahead import PlanAhead, TakenPlan
 
 EIGHT = [
     *("tp4|tp2|tp2", "tp4|pp2.tp2", "pp2.tp2|tp4", "cp4|tp2|dp1|dp1", "pp3|tp3|tp2", "cp2.tp2|tp4"),
@@ -55,7 +55,7 @@ def unpack(running: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     (job, place), packed = job_and_place(running), PlanAhead.take
     unpacked = replace(job, balancing=balancing(max_segments=1)).planner(place)
 
-    def taken(self: PlanAhead, number: int) -> Taken:
+    def taken(self: PlanAhead, number: int) -> TakenPlan:
         return replace(packed(self, number), plan=unpacked.plan(job.data.lengths(running.next_step)))
 
     monkeypatch.setattr(PlanAhead, "take", taken)
@@ -150,7 +150,7 @@ def test_a_step_that_fails_half_way_can_be_taken_again(monkeypatch: pytest.Monke
 def test_a_plan_that_is_late_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     running, take = on("tp4|pp2.tp2"), PlanAhead.take
 
-    def late(self: PlanAhead, number: int) -> Taken:
+    def late(self: PlanAhead, number: int) -> TakenPlan:
         return replace(take(self, number), late=True, note="the plan was late: strategy 0 was used again")
 
     monkeypatch.setattr(PlanAhead, "take", late)

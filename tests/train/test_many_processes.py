@@ -13,7 +13,7 @@ from started import run_processes
 from train.many_processes import MODEL, STRATEGIES, documents, optimizer
 from train.small_runs import Step, largest_difference, one_a_row, train_on_one_device
 
-from dynajax.runtime.flat import flatten
+from dynajax.runtime.optimizer_layout import flatten
 
 PROCESSES, DEVICES, WAIT_S = 3, 6, 30
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dynajax.errors import BudgetError, DeadlineError, SwitchError
-from dynajax.train.prepare import Shelf
+from dynajax.train.prepare import FutureCache
 
 WAIT_S = 60.0
 
@@ -24,7 +24,7 @@ def test_each_value_is_made_once_and_away_from_the_caller(workers):
         made.append((key, threading.current_thread()))
         return key * 2
 
-    shelf = Shelf(make, "doubling {}", workers)
+    shelf = FutureCache(make, "doubling {}", workers)
     shelf.ahead(3)
     assert [shelf.get(k, WAIT_S) for k in (3, 3, 4)] == [6, 6, 8]
     assert shelf.ready(3)
@@ -42,7 +42,7 @@ def test_what_failed_is_named_and_made_anew(workers):
             raise result
         return result
 
-    shelf = Shelf(make, "planning {}", workers)
+    shelf = FutureCache(make, "planning {}", workers)
     with pytest.raises(SwitchError, match="planning tp8 failed: ZeroDivisionError: no"):
         shelf.get("tp8", WAIT_S)
     assert not shelf.ready("tp8")
@@ -53,7 +53,7 @@ def test_what_failed_is_named_and_made_anew(workers):
 
 def test_the_deadline_is_named(workers):
     may_end = threading.Event()
-    shelf = Shelf(lambda _: may_end.wait(), "compiling the step of {}", workers)
+    shelf = FutureCache(lambda _: may_end.wait(), "compiling the step of {}", workers)
     with pytest.raises(DeadlineError, match=r"compiling the step of tp8 is not done after 0.01 s"):
         shelf.get("tp8", 0.01)
     may_end.set()

@@ -8,14 +8,14 @@ import pytest
 from train.small_runs import DOCUMENTS, MODEL
 
 from dynajax.balance import MicroBatch, Planner, load_profile, save_profile
-from dynajax.balance.fit import SHARED_BY
+from dynajax.balance.cost_fit import SHARED_BY
 from dynajax.data import DocumentSteps, MemoryDocuments
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.meshes import Strategy
 from dynajax.models import LlamaConfig, count_parameters
-from dynajax.runtime import Propagation
+from dynajax.runtime import ShardedModel
 from dynajax.runtime.gradients import GradientPrograms, abstract_sums
-from dynajax.runtime.sections import whole
+from dynajax.runtime.sections import one_section
 from dynajax.train.balancing import Balancing
 from dynajax.train.profile import free_bytes, measure
 
@@ -29,11 +29,11 @@ def pipelines(*texts):
 def program_bytes(text, tokens):
     """What a device needs for the program of a row, compiled here."""
     strategy = Strategy.parse(text)
-    run = Propagation(MODEL, strategy, microbatches=2 * strategy.size("pp") if strategy.size("pp") > 1 else 1)
+    run = ShardedModel(MODEL, strategy, microbatches=2 * strategy.size("pp") if strategy.size("pp") > 1 else 1)
     mesh = strategy.mesh(jax.devices()[: strategy.num_devices])
-    layout = whole(run).on(mesh)
+    layout = one_section(run).on(mesh)
     sums = abstract_sums([layout], mesh)
-    programs = GradientPrograms.compiled(run, mesh, [whole(run)], sums, tokens, SHARED_BY)
+    programs = GradientPrograms.compiled(run, mesh, [one_section(run)], sums, tokens, SHARED_BY)
     stats = programs.sections[0].backward.memory_analysis()
     assert stats is not None
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes

@@ -52,7 +52,7 @@ def test_one_step_is_that_of_one_device(model: LlamaConfig, strategy: str):
     start = numbers(running(model).state.params)
     step = reference(model)[0]
     state = placed(job, jax.tree.map(jnp.copy, running(model).state), placement)
-    compiled = running(model).workshop.steps.get(placement, 600.0)
+    compiled = running(model).compile_cache.steps.get(placement, 600.0)
     outcome = compiled(state, data()[0], deadline_s=600.0)
     assert largest_difference([outcome.loss], [step.loss]) < 1e-5
     got = numbers(job.to_plain(outcome.state, placement).params)
@@ -73,7 +73,11 @@ def _at(tree: Any, path: Any) -> Any:
     ("model", "texts"), [(DENSE, DENSE_STRATEGIES), (MOE, [*dict.fromkeys(DENSE_STRATEGIES + MOE_STRATEGIES)])]
 )
 def test_every_ordered_pair_moves_the_state_bit_for_bit(model: LlamaConfig, texts: list[str]):
-    job, layout, places = running(model).job, running(model).workshop.layout, list(map(running(model).job.place, texts))
+    job, layout, places = (
+        running(model).job,
+        running(model).compile_cache.layout,
+        list(map(running(model).job.place, texts)),
+    )
     values = random_values(job)
     wanted = [bits(placed(job, values, place)) for place in places]
     state, seen = placed(job, values, places[0]), set()
@@ -91,7 +95,7 @@ def test_every_ordered_pair_moves_the_state_bit_for_bit(model: LlamaConfig, text
 def test_training_goes_on_after_any_switch(model: LlamaConfig, texts: list[str]):
     """A step, a switch, a step, ...: losses of the run that never switches."""
     trainer = Trainer(model, optimizer(), texts[0], data(), devices=jax.devices()[:16])
-    trainer.workshop = running(model).workshop
+    trainer.compile_cache = running(model).compile_cache
     losses, seen = [trainer.step().loss], set()
     for number in np.random.default_rng(4).choice(len(texts) - 1, PAIRS):
         here = texts.index(str(trainer.placement))

@@ -16,10 +16,10 @@ SETTINGS = settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow
 def plan_within(pair, budget, *args, **kwargs):
     """A plan of the budget, or of the least that does."""
     try:
-        return build_plan(*pair, budget, *args, **kwargs)
+        return build_plan(pair[0], pair[1], budget, *args, **kwargs)
     except BudgetError as error:
         least = int(str(error).split("budget that does is ")[1].split()[0])
-        return build_plan(*pair, least, *args, **kwargs)
+        return build_plan(pair[0], pair[1], least, *args, **kwargs)
 
 
 @SETTINGS
@@ -63,9 +63,9 @@ def arrays(layout, devices):
 
 
 def changed(plan, rows, nbytes):
-    """Bytes without those of buffers that stay: such are only of a tensor with an array of its own."""
+    """Bytes without those of buffers that are handed over: of a tensor with an array of its own that is given up."""
     nbytes = nbytes.copy()
-    if len(rows) == 1:
+    if plan.donate and len(rows) == 1:
         nbytes[plan.moves[min(rows)].kept] = 0
     return nbytes
 

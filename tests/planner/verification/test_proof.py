@@ -33,10 +33,10 @@ def swap():
     return build_plan(layout(P("x"), [0, 1, 2, 3]), layout(P("x"), [0, 1, 3, 2]), AMPLE)
 
 
-def columns(*args, **kwargs):
+def columns(budget=AMPLE, **kwargs):
     """Rows to columns on two devices, of two tensors, in one stage."""
-    ends = (layout(spec, [0, 1], ("v", "w")) for spec in (P("x"), P(None, "x")))
-    return build_plan(*ends, *(args or [AMPLE]), **kwargs)
+    rows, columns = (layout(spec, [0, 1], ("v", "w")) for spec in (P("x"), P(None, "x")))
+    return build_plan(rows, columns, budget, **kwargs)
 
 
 def packed_columns():

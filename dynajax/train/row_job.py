@@ -15,25 +15,25 @@ from dynajax.data import Batch, pad_rows
 from dynajax.errors import StrategyError
 from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, Params, mean_loss, router_loss
-from dynajax.runtime import Propagation, TokenOrder, loss_and_metrics, refined
+from dynajax.runtime import ShardedModel, TokenOrder, loss_and_metrics, refined
 from dynajax.runtime.rules import ROWS
 from dynajax.train.elementwise import sees_padding
 from dynajax.train.fit import batch_shards, require_fit
 from dynajax.train.job import DEFAULT_OPTIONS, NO_MESH, Job, StepOptions
-from dynajax.train.state import TrainState, abstract, state_storage, to_storage
+from dynajax.train.state import TrainState, abstract_arrays, state_storage, to_storage
 from dynajax.train.step import Loss, Outcome, make_step, wait_ready
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """Where global batches come from; ``dynajax.data.Batches`` is one."""
 
     @property
     def batch_size(self) -> int:
-        """Rows of the global batch."""
+        """RowSource of the global batch."""
         ...
 
     def take(self, sample: int, count: int) -> Batch:
-        """Rows ``sample`` to ``sample + count`` of one endless stream: the same whoever asks, and when."""
+        """RowSource ``sample`` to ``sample + count`` of one endless stream: the same whoever asks, and when."""
         ...
 
 
@@ -51,7 +51,7 @@ class RowJob(Job[Placement]):
     def of(
         model: LlamaConfig,
         optimizer: optax.GradientTransformation,
-        data: Rows,
+        data: RowSource,
         devices: Sequence[jax.Device],
         options: StepOptions = DEFAULT_OPTIONS,
     ) -> RowJob:
@@ -71,13 +71,13 @@ class RowJob(Job[Placement]):
         require_fit(self.model, placement, len(self.devices))
         return placement
 
-    def propagation(self, strategy: Strategy) -> Propagation:
+    def sharded_model(self, strategy: Strategy) -> ShardedModel:
         """How the model is stored and run under ``strategy``."""
         pp, microbatches = strategy.size("pp"), self.options.microbatches
         if microbatches is None:
             rows = -(-self.batch.rows // batch_shards(strategy))
             microbatches = min(2 * pp, rows) if pp > 1 else 1
-        return self.options.propagation(self.model, strategy, microbatches)
+        return self.options.sharded_model(self.model, strategy, microbatches)
 
     def storage(self, strategy: Strategy) -> TrainState:
         """How the state is stored under ``strategy``: a ``Storage`` in the place of each leaf.
@@ -85,7 +85,7 @@ class RowJob(Job[Placement]):
         Raises:
             StrategyError: a dim is padded, and the optimizer takes means over dims.
         """
-        run = self.propagation(strategy)
+        run = self.sharded_model(strategy)
         with jax.set_mesh(NO_MESH):
             storage, padded = state_storage(self.shapes, run.storage), run.padded
         if padded and self.sees_padding:
@@ -101,18 +101,18 @@ class RowJob(Job[Placement]):
         """True if the optimizer does otherwise with padded tensors; found by trying it, once."""
         return sees_padding(self.optimizer, self.shapes.params)
 
-    def layout(self, place: Placement) -> TrainState:
+    def layout(self, placement: Placement) -> TrainState:
         """How the state lies under a placement: an ``engine.Stored`` for each leaf."""
-        mesh = place.mesh(self.devices)
-        return jax.tree.map(lambda storage: storage.on(mesh), self.storage(place.strategy))
+        mesh = placement.mesh(self.devices)
+        return jax.tree.map(lambda storage: storage.on(mesh), self.storage(placement.strategy))
 
-    def arrangement(self, place: Placement) -> Callable[[TrainState], TrainState]:
+    def arrangement(self, placement: Placement) -> Callable[[TrainState], TrainState]:
         """Makes the stored form of whole tensors."""
-        return partial(to_storage, self.storage(place.strategy))
+        return partial(to_storage, self.storage(placement.strategy))
 
-    def compile_step(self, place: Placement, layout: TrainState) -> RowStep:
+    def compile_step(self, placement: Placement, layout: TrainState) -> RowStep:
         """Compile the step under a placement."""
-        mesh, run = place.mesh(self.devices), self.propagation(place.strategy)
+        mesh, run = placement.mesh(self.devices), self.sharded_model(placement.strategy)
         order, rows = run.token_order(self.batch.seq_len), NamedSharding(mesh, ROWS)
         shape = (self.batch.rows + -self.batch.rows % run.row_multiple, order.stored_length)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype, sharding=rows), self.batch)
@@ -123,8 +123,8 @@ class RowJob(Job[Placement]):
             out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
             donate_argnums=0,
         )
-        executable = jitted.lower(abstract(self.shapes, layout), batch).compile()
-        return RowStep(place, layout, run.row_multiple, order, rows, executable)
+        executable = jitted.lower(abstract_arrays(self.shapes, layout), batch).compile()
+        return RowStep(placement, layout, run.row_multiple, order, rows, executable)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +167,7 @@ class RowStep:
         return Outcome(after, float(loss), str(self.placement))
 
 
-def mean_over_batch(run: Propagation, mesh: Mesh, order: TokenOrder) -> Loss:
+def mean_over_batch(run: ShardedModel, mesh: Mesh, order: TokenOrder) -> Loss:
     """The training loss of stored parameters and an arranged batch under a strategy."""
 
     def loss(params: Params, batch: Any) -> jax.Array:

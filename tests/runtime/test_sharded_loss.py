@@ -13,7 +13,7 @@ from runtime.packed_rows import assert_close, random_batch
 from dynajax.errors import LayoutError, StrategyError
 from dynajax.meshes import Strategy
 from dynajax.models import LlamaConfig, MoeConfig, mean_loss
-from dynajax.runtime import Propagation, contiguous, loss_and_metrics, zigzag
+from dynajax.runtime import ShardedModel, contiguous, loss_and_metrics, zigzag
 
 DOCUMENTS = ((5, 3, 6), (13,), (), (1, 1, 9))
 SMALL = LlamaConfig(layers=4, hidden=16, ffn=24, heads=4, kv_heads=2, head_dim=4, vocab=40, tied=True)
@@ -95,10 +95,10 @@ def test_mixtures_of_experts(config, strategy, options):
 
 def test_experts_with_a_capacity_do_drop_here():
     batch = random_batch(DOCUMENTS, 16, LIMITED.vocab)
-    propagation, mesh = Propagation(LIMITED, Strategy.parse("cp3")), mesh_of("cp3")
-    order = propagation.token_order(16)
-    args = placed(propagation, mesh, initial(LIMITED)), stored_batch(propagation, mesh, batch, order)
-    *_, stats = jax.jit(lambda p, b: loss_and_metrics(propagation, mesh, p, b, order))(*args)
+    model, mesh = ShardedModel(LIMITED, Strategy.parse("cp3")), mesh_of("cp3")
+    order = model.token_order(16)
+    args = placed(model, mesh, initial(LIMITED)), stored_batch(model, mesh, batch, order)
+    *_, stats = jax.jit(lambda p, b: loss_and_metrics(model, mesh, p, b, order))(*args)
     assert stats is not None
     assert stats.dropped.shape == (LIMITED.layers,)
     assert np.all(stats.dropped > 0)
@@ -108,24 +108,24 @@ def test_experts_with_a_capacity_do_drop_here():
 @pytest.mark.parametrize("strategy", ["dp4", "cp2"])
 def test_EMPTY_1_rows_without_anything_to_learn_add_nothing(strategy):
     batch = random_batch(DOCUMENTS, 16, SMALL.vocab)
-    propagation, mesh = Propagation(SMALL, Strategy.parse(strategy)), mesh_of(strategy)
-    order, params = propagation.token_order(16), placed(propagation, mesh, initial(SMALL))
-    step = jax.jit(jax.value_and_grad(mean(propagation, mesh, order)))
+    model, mesh = ShardedModel(SMALL, Strategy.parse(strategy)), mesh_of(strategy)
+    order, params = model.token_order(16), placed(model, mesh, initial(SMALL))
+    step = jax.jit(jax.value_and_grad(mean(model, mesh, order)))
     masked = replace(batch, weights=batch.weights * np.array([1, 0, 1, 1], np.float32)[:, None])
     fewer = replace(masked, segment_ids=masked.segment_ids * np.array([1, 0, 1, 1], np.int32)[:, None])
-    assert_close(*(step(params, stored_batch(propagation, mesh, b, order)) for b in (masked, fewer)))
+    assert_close(*(step(params, stored_batch(model, mesh, b, order)) for b in (masked, fewer)))
     nothing = replace(batch, weights=np.zeros_like(batch.weights))
-    loss, grads = step(params, stored_batch(propagation, mesh, nothing, order))
+    loss, grads = step(params, stored_batch(model, mesh, nothing, order))
     assert loss == 0
     assert all(np.all(np.asarray(g) == 0) for g in jax.tree.leaves(grads))
 
 
 def losses_of(config, strategy, seq, **options):
     """Sum of losses as a function of a batch under a strategy."""
-    propagation, mesh = Propagation(config, Strategy.parse(strategy), **options), mesh_of(strategy)
-    order, params = propagation.token_order(seq), placed(propagation, mesh, initial(config))
-    run = jax.jit(lambda p, b: loss_and_metrics(propagation, mesh, p, b, order)[0])
-    return lambda batch: np.asarray(run(params, stored_batch(propagation, mesh, batch, order)))
+    model, mesh = ShardedModel(config, Strategy.parse(strategy), **options), mesh_of(strategy)
+    order, params = model.token_order(seq), placed(model, mesh, initial(config))
+    run = jax.jit(lambda p, b: loss_and_metrics(model, mesh, p, b, order)[0])
+    return lambda batch: np.asarray(run(params, stored_batch(model, mesh, batch, order)))
 
 
 @pytest.mark.parametrize(
@@ -149,28 +149,28 @@ def test_GQA_1_two_kv_heads_over_more_ranks_give_one_attention():
     whole = losses_of(config, "tp1", 8)(batch)
     for tp in (2, 4, 8):
         assert_close(losses_of(config, f"tp{tp}", 8)(batch), whole, rtol=1e-6)
-    assert Propagation(config, Strategy.parse("tp2")).replicated == {}
-    assert "2 kv_heads are fewer than tp = 8" in Propagation(config, Strategy.parse("tp8")).replicated["kv_heads"]
+    assert ShardedModel(config, Strategy.parse("tp2")).replicated == {}
+    assert "2 kv_heads are fewer than tp = 8" in ShardedModel(config, Strategy.parse("tp8")).replicated["kv_heads"]
 
 
 @pytest.mark.parametrize("strategy", ["pp2", "pp3"])
 def test_TIED_1_one_table_is_read_at_both_ends_and_held_once(strategy):
     config = LlamaConfig(layers=6, hidden=8, ffn=16, heads=2, kv_heads=2, head_dim=4, vocab=32, tied=True)
     assert_as_on_one_device(config, strategy, DOCUMENTS, 16)
-    propagation, mesh = Propagation(config, Strategy.parse(strategy)), mesh_of(strategy)
-    params = placed(propagation, mesh, initial(config))
+    model, mesh = ShardedModel(config, Strategy.parse(strategy)), mesh_of(strategy)
+    params = placed(model, mesh, initial(config))
     assert list(params["head"]) == ["norm"]
     held = [shard.data.size for shard in params["embed"]["tokens"].addressable_shards]
-    assert sum(held) == propagation.storage["embed"]["tokens"].shape[0] * 8
+    assert sum(held) == model.storage["embed"]["tokens"].shape[0] * 8
     assert len(set(held)) == 1
 
 
 def test_steps_of_an_optimizer_keep_padding_zero_and_follow_one_device():
-    propagation, mesh = Propagation(UNEVEN, Strategy.parse("fsdp3.tp4")), mesh_of("fsdp3.tp4")
+    model, mesh = ShardedModel(UNEVEN, Strategy.parse("fsdp3.tp4")), mesh_of("fsdp3.tp4")
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1))
-    batch, order = random_batch(DOCUMENTS, 16, UNEVEN.vocab), propagation.token_order(16)
-    stored = stored_batch(propagation, mesh, batch, order)
-    one = Propagation(UNEVEN, Strategy.parse("dp1"))
+    batch, order = random_batch(DOCUMENTS, 16, UNEVEN.vocab), model.token_order(16)
+    stored = stored_batch(model, mesh, batch, order)
+    one = ShardedModel(UNEVEN, Strategy.parse("dp1"))
 
     def train(loss, params, batch):
         @jax.jit
@@ -183,24 +183,24 @@ def test_steps_of_an_optimizer_keep_padding_zero_and_follow_one_device():
             params, state = step(params, state)
         return params, state
 
-    params, state = train(mean(propagation, mesh, order), placed(propagation, mesh, initial(UNEVEN)), stored)
+    params, state = train(mean(model, mesh, order), placed(model, mesh, initial(UNEVEN)), stored)
     want, _ = train(mean(one, mesh_of("dp1"), order), initial(UNEVEN), batch)
     params, state = jax.tree.map(np.asarray, (params, state))
-    logical = jax.tree.map(lambda storage, p: storage.to_logical(p), propagation.storage, params)
+    logical = jax.tree.map(lambda storage, p: storage.to_logical(p), model.storage, params)
     assert_close(logical, want, rtol=1e-4)  # Adam divides by roots of small sums: errors grow in a step
     moments = state[1][0]
     for tree in (params, moments.mu, moments.nu):
-        for storage, leaf in zip(jax.tree.leaves(propagation.storage), jax.tree.leaves(tree), strict=True):
+        for storage, leaf in zip(jax.tree.leaves(model.storage), jax.tree.leaves(tree), strict=True):
             assert np.array_equal(storage.to_storage(storage.to_logical(leaf)), leaf)
 
 
 def test_fsdp_holds_no_more_than_a_layer_whole():
     def bytes_needed(layers):
         config = LlamaConfig(layers=layers, hidden=64, ffn=128, heads=4, kv_heads=4, head_dim=16, vocab=16)
-        propagation, mesh = Propagation(config, Strategy.parse("fsdp4")), mesh_of("fsdp4")
-        order, batch = propagation.token_order(4), random_batch(((4,),) * 4, 4, 16)
-        args = placed(propagation, mesh, initial(config)), stored_batch(propagation, mesh, batch, order)
-        compiled = jax.jit(jax.grad(mean(propagation, mesh, order))).lower(*args).compile()
+        model, mesh = ShardedModel(config, Strategy.parse("fsdp4")), mesh_of("fsdp4")
+        order, batch = model.token_order(4), random_batch(((4,),) * 4, 4, 16)
+        args = placed(model, mesh, initial(config)), stored_batch(model, mesh, batch, order)
+        compiled = jax.jit(jax.grad(mean(model, mesh, order))).lower(*args).compile()
         memory = compiled.memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes
@@ -211,23 +211,21 @@ def test_fsdp_holds_no_more_than_a_layer_whole():
 
 def test_bfloat16_is_near_float32():
     loss, grads = on_one_device(MOE, DOCUMENTS, 16)
-    propagation = Propagation(MOE, Strategy.parse("pp2.ep2.tp2"), microbatches=2, dtype=jnp.bfloat16)
-    mesh, order = mesh_of("pp2.ep2.tp2"), propagation.token_order(16)
-    batch = stored_batch(propagation, mesh, random_batch(DOCUMENTS, 16, MOE.vocab), order)
-    got, got_grads = jax.jit(jax.value_and_grad(mean(propagation, mesh, order)))(
-        placed(propagation, mesh, initial(MOE)), batch
-    )
+    model = ShardedModel(MOE, Strategy.parse("pp2.ep2.tp2"), microbatches=2, dtype=jnp.bfloat16)
+    mesh, order = mesh_of("pp2.ep2.tp2"), model.token_order(16)
+    batch = stored_batch(model, mesh, random_batch(DOCUMENTS, 16, MOE.vocab), order)
+    got, got_grads = jax.jit(jax.value_and_grad(mean(model, mesh, order)))(placed(model, mesh, initial(MOE)), batch)
     assert abs(got - loss) < 2e-2 * loss
     assert abs(optax.tree.norm(got_grads) / optax.tree.norm(grads) - 1) < 0.1
 
 
 def test_bad_input_is_refused_with_the_remedy():
-    propagation, mesh = Propagation(SMALL, Strategy.parse("dp2.cp3"), microbatches=2), mesh_of("dp2.cp3")
-    order, batch = propagation.token_order(16), random_batch(DOCUMENTS, 16, SMALL.vocab)
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), propagation.storage)
+    model, mesh = ShardedModel(SMALL, Strategy.parse("dp2.cp3"), microbatches=2), mesh_of("dp2.cp3")
+    order, batch = model.token_order(16), random_batch(DOCUMENTS, 16, SMALL.vocab)
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), model.storage)
 
     def run(params, batch):
-        return jax.eval_shape(lambda p, b: loss_and_metrics(propagation, mesh, p, b, order), params, batch)
+        return jax.eval_shape(lambda p, b: loss_and_metrics(model, mesh, p, b, order), params, batch)
 
     with pytest.raises(LayoutError, match=r"3 rows do not divide .* use pad_rows\(batch, 4\)"):
         run(params, jax.tree.map(lambda x: x[:3], batch))
@@ -236,7 +234,7 @@ def test_bad_input_is_refused_with_the_remedy():
     with pytest.raises(LayoutError, match="embed/tokens has shape"):
         run(params | {"embed": {"tokens": jnp.zeros((1, 1))}}, order.arrange(batch))
     with pytest.raises(StrategyError, match="the model is dense; drop the slash"):
-        Propagation(SMALL, Strategy.parse("dp2/ep2"))
+        ShardedModel(SMALL, Strategy.parse("dp2/ep2"))
     with pytest.raises(StrategyError, match="0 micro-batches"):
-        Propagation(SMALL, Strategy.parse("dp2"), microbatches=0)
+        ShardedModel(SMALL, Strategy.parse("dp2"), microbatches=0)
     assert mean_loss(jnp.zeros(()), jnp.zeros(())) == 0

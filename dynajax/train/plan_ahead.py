@@ -1,8 +1,8 @@
 """Planning ahead: the plan of a later iteration is made while this one runs.
 
-The one file of ``balance`` with effects: a worker (thread or process) and a bounded queue of plans. A
-plan that is not ready in time is not waited for: the last strategy is used again, its dispatch and
-packing are computed on the spot, and the caller is told. All processes must run the same plan, so they
+A worker (thread or process) fills a bounded queue of plans by the pure ``dynajax.balance``. A plan that is not ready in
+time is not waited for: the last strategy is used again, its dispatch and packing are computed on the spot, and the
+caller is told. All processes must run the same plan, so they
 agree on whether it is ready (``agree``); each computes the same plans from the same lengths.
 """
 
@@ -20,7 +20,7 @@ from dynajax.errors import BalanceError
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenPlan:
     """The plan of an iteration, as it was to be had.
 
     Attributes:
@@ -76,7 +76,7 @@ class PlanAhead:
         self._last: int | None = None
         self._submit()
 
-    def take(self, iteration: int) -> Taken:
+    def take(self, iteration: int) -> TakenPlan:
         """The plan of ``iteration``; they are taken in order, from 0.
 
         The first is waited for. So is one with a sequence that the last strategy does not hold.
@@ -116,18 +116,18 @@ class PlanAhead:
             self._queue[self._next] = (lengths, self._executor.submit(self._planner.plan, lengths))
             self._next += 1
 
-    def _first(self, future: Future[IterationPlan]) -> Taken:
-        return Taken(future.result(), late=False, note="")
+    def _first(self, future: Future[IterationPlan]) -> TakenPlan:
+        return TakenPlan(future.result(), late=False, note="")
 
-    def _timely(self, lengths: ArrayLike, future: Future[IterationPlan], last: int) -> Taken:
+    def _timely(self, lengths: ArrayLike, future: Future[IterationPlan], last: int) -> TakenPlan:
         wait([future], self._patience_s)
         if self._agree(future.done()):
-            return Taken(future.result(), late=False, note="")
+            return TakenPlan(future.result(), late=False, note="")
         try:
             plan = self._planner.plan(lengths, only=last)
         except BalanceError as error:
-            return Taken(
+            return TakenPlan(
                 future.result(), late=True, note=f"waited for the plan: the last strategy cannot do it ({error})"
             )
         future.cancel()
-        return Taken(plan, late=True, note=f"the plan was late: strategy {last} of the candidates was used again")
+        return TakenPlan(plan, late=True, note=f"the plan was late: strategy {last} of the candidates was used again")

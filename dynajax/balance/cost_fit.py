@@ -34,7 +34,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Fit:
+class CostFit:
     """Coefficients of ``a·Σl² + b·Σl + c`` in ms.
 
     Attributes:
@@ -52,7 +52,7 @@ class Fit:
     mean_error: float
 
 
-def fit(points: Sequence[Point]) -> Fit:
+def fit_cost(points: Sequence[Point]) -> CostFit:
     """The coefficients that suit ``points`` best.
 
     Raises:
@@ -73,7 +73,7 @@ def fit(points: Sequence[Point]) -> Fit:
     solved, _ = nnls(terms / scale / measured[:, None], np.ones(len(points)))
     a, b, c = (solved / scale).tolist()
     errors = np.abs(terms @ [a, b, c] / measured - 1)
-    return Fit(a, b, c, float(errors.max()), float(errors.mean()))
+    return CostFit(a, b, c, float(errors.max()), float(errors.mean()))
 
 
 SHARED_BY = 8
@@ -121,6 +121,6 @@ def measure_profile(
         longest = max_len(pipeline)
         rows = [row for tokens in lengths if tokens <= longest for row in rows_to_measure(tokens)]
         points = [Point(row, measure(pipeline, row)) for row in rows]
-        found = fit(points)
+        found = fit_cost(points)
         timings.append(Timing(pipeline, found.a, found.b, found.c, longest, found.worst_error))
     return Profile(name, device, tuple(timings))

@@ -44,9 +44,9 @@ from dynajax.runtime.ambient import ambient_sharding, constrained
 from dynajax.runtime.attention import ring_attention
 from dynajax.runtime.experts import exchange_experts
 from dynajax.runtime.order import TokenOrder
-from dynajax.runtime.pipeline import Layer, pipeline_blocks
-from dynajax.runtime.propagation import Propagation
 from dynajax.runtime.rules import BATCH_AXES, activation_rules, expert_axes
+from dynajax.runtime.sharded_model import ShardedModel
+from dynajax.runtime.spmd_pipeline import Layer, pipeline_blocks
 from dynajax.runtime.storage import CutLayers, Storage
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ _MASKED = -1e30
 
 
 def loss_and_metrics(
-    propagation: Propagation, mesh: Mesh, params: Params, batch: Batch, order: TokenOrder
+    model: ShardedModel, mesh: Mesh, params: Params, batch: Batch, order: TokenOrder
 ) -> tuple[jax.Array, jax.Array, RouterStats | None]:
     """The loss of a global batch as sums; call it inside ``jax.jit`` and differentiate it.
 
@@ -62,17 +62,17 @@ def loss_and_metrics(
     strategy in the order of sums alone, and gradients of padding in the parameters are exact zeros.
 
     Example:
-        >>> run = Propagation(config, strategy, microbatches=4)
+        >>> run = ShardedModel(config, strategy, microbatches=4)
         >>> order = run.token_order(batch.seq_len)
         >>> params = jax.tree.map(lambda s, p: s.to_storage(p), run.storage, params)
         >>> batch = order.arrange(pad_rows(batch, run.row_multiple))
         >>> loss_sum, weight_sum, stats = loss_and_metrics(run, mesh, params, batch, order)
 
     Args:
-        propagation: model and strategy.
-        mesh: ``propagation.strategy.mesh(devices)``.
-        params: float32, as ``propagation.storage`` says.
-        batch: rows a multiple of ``propagation.row_multiple``, arranged in ``order``, cut along rows and tokens.
+        model: model and strategy.
+        mesh: ``model.strategy.mesh(devices)``.
+        params: float32, as ``model.storage`` says.
+        batch: rows a multiple of ``model.row_multiple``, arranged in ``order``, cut along rows and tokens.
         order: where the tokens of a row are.
 
     Returns:
@@ -82,17 +82,17 @@ def loss_and_metrics(
     Raises:
         LayoutError: the batch or a parameter does not have the shape that it should.
     """
-    _require(propagation, params, batch, order)
-    return _Step(propagation, mesh, order).loss(params, batch)
+    _require(model, params, batch, order)
+    return _Step(model, mesh, order).loss(params, batch)
 
 
 def section_output(
-    propagation: Propagation, mesh: Mesh, params: Params, x: jax.Array | None, batch: Batch, order: TokenOrder
+    model: ShardedModel, mesh: Mesh, params: Params, x: jax.Array | None, batch: Batch, order: TokenOrder
 ) -> jax.Array:
     """Some neighbouring layers of a model, with what comes before its first or behind its last.
 
     Args:
-        propagation: a model of just these layers, under a strategy.
+        model: a model of just these layers, under a strategy.
         mesh: as for ``loss_and_metrics``.
         params: "blocks"; "embed" too if the section is the first; "head" too if it is the last, and then "embed" if
             the head is tied to it.
@@ -103,57 +103,57 @@ def section_output(
     Returns:
         What the next section takes, or the sum of losses if the section is the last.
     """
-    step = _Step(propagation, mesh, order)
+    step = _Step(model, mesh, order)
     x, _ = step.blocks(params["blocks"], step.enter(params["embed"], batch) if x is None else x, batch)
     return step.leave(params, x, batch)[0] if "head" in params else x
 
 
-def _require(propagation: Propagation, params: Params, batch: Batch, order: TokenOrder) -> None:
-    strategy, cp = propagation.strategy, propagation.strategy.size("cp")
-    if batch.rows % propagation.row_multiple:
+def _require(model: ShardedModel, params: Params, batch: Batch, order: TokenOrder) -> None:
+    strategy, cp = model.strategy, model.strategy.size("cp")
+    if batch.rows % model.row_multiple:
         raise LayoutError(
-            f"{batch.rows} rows do not divide over {strategy} in {propagation.microbatches} micro-batches; "
-            f"use pad_rows(batch, {propagation.row_multiple})"
+            f"{batch.rows} rows do not divide over {strategy} in {model.microbatches} micro-batches; "
+            f"use pad_rows(batch, {model.row_multiple})"
         )
     if batch.seq_len != order.stored_length or batch.seq_len % cp:
         raise LayoutError(
             f"rows of {batch.seq_len} tokens over cp = {cp} are not in an order of {order.stored_length} places; "
-            f"use propagation.token_order(length).arrange(batch)"
+            f"use model.token_order(length).arrange(batch)"
         )
 
     def check(path: Any, storage: Storage, array: jax.Array) -> None:
         if array.shape != storage.shape:
             raise LayoutError(
                 f"{jax.tree_util.keystr(path, simple=True, separator='/')} has shape {array.shape} and is stored as "
-                f"{storage.shape} under {strategy}; use propagation.storage[...].to_storage"
+                f"{storage.shape} under {strategy}; use model.storage[...].to_storage"
             )
 
-    jax.tree_util.tree_map_with_path(check, propagation.storage, params)
+    jax.tree_util.tree_map_with_path(check, model.storage, params)
 
 
 @dataclass(frozen=True, eq=False)
 class _Step:
     """What the parts of one step share while it is traced."""
 
-    propagation: Propagation
+    model: ShardedModel
     mesh: Mesh
     order: TokenOrder
 
     def loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, RouterStats | None]:
         """See ``loss_and_metrics``."""
         x, stats = self.blocks(params["blocks"], self.enter(params["embed"], batch), batch)
-        layers = CutLayers("pp", self.propagation.chunks).store(self.propagation.config.layers, self.mesh.shape)
+        layers = CutLayers("pp", self.model.chunks).store(self.model.config.layers, self.mesh.shape)
         return *self.leave(params, x, batch), jax.tree.map(lambda s: layers.to_logical(s, 0), stats)
 
     def enter(self, table: Params, batch: Batch) -> jax.Array:
         """What the first layer takes: (micro-batches, rows, seq, embed)."""
-        table = self.computed(self.propagation.storage["embed"], table)
-        x = embed(self.propagation.config, table, batch.tokens, batch.positions, self.execution)
+        table = self.computed(self.model.storage["embed"], table)
+        x = embed(self.model.config, table, batch.tokens, batch.positions, self.execution)
         return self.in_microbatches(x)
 
     def blocks(self, stack: Params, x: jax.Array, batch: Batch) -> tuple[jax.Array, Any]:
         """What comes out of the layers, and the routers' sums of each place of the stack."""
-        run = self.propagation
+        run = self.model
         rows = self.in_microbatches((batch.segment_ids, batch.positions))
         return pipeline_blocks(
             self.thrifty_layer, run.config.layers, stack, x, rows, self.mesh, chunks=run.chunks, remat=run.remat
@@ -161,13 +161,13 @@ class _Step:
 
     def leave(self, params: Params, x: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Sums of losses and weights; the table of the embedding is needed if the head is tied to it."""
-        names = ("embed", "head") if self.propagation.config.tied else ("head",)
-        tables = {name: self.computed(self.propagation.storage[name], params[name]) for name in names}
+        names = ("embed", "head") if self.model.config.tied else ("head",)
+        tables = {name: self.computed(self.model.storage[name], params[name]) for name in names}
         return self.head_loss(tables, x, *self.in_microbatches((batch.targets, batch.weights)))
 
     def in_microbatches(self, tree: T) -> T:
         """Leaves (rows, ...) as (micro-batches, rows of one, ...): neighbours on a device go to different ones."""
-        parts, cut = self.propagation.microbatches, PartitionSpec(None, BATCH_AXES, "cp")
+        parts, cut = self.model.microbatches, PartitionSpec(None, BATCH_AXES, "cp")
 
         def split(x: jax.Array) -> jax.Array:
             return constrained(jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0), self.mesh, cut)
@@ -180,13 +180,13 @@ class _Step:
 
         Of what is computed it keeps the products with parameters, and computes the cheap rest again.
         """
-        if self.mesh.shape["fsdp"] == 1 or self.propagation.remat:
+        if self.mesh.shape["fsdp"] == 1 or self.model.remat:
             return self.layer
         return jax.checkpoint(self.layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 
     def layer(self, params: Params, x: jax.Array, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
         """One block on one micro-batch, with its parameters as they are stored."""
-        storage = jax.tree.map(lambda s: s.without(0), self.propagation.storage["blocks"])
+        storage = jax.tree.map(lambda s: s.without(0), self.model.storage["blocks"])
         stack = jax.tree.map(lambda w: w[None], self.computed(storage, params))
         x, stats = run_blocks(self.block_config, stack, x, *rows, self.execution)
         return x, jax.tree.map(lambda s: s[0], stats)
@@ -195,7 +195,7 @@ class _Step:
         self, tables: Params, x: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Sums of losses and weights; the logits of one micro-batch exist at a time."""
-        config = self.propagation.config
+        config = self.model.config
 
         def part(x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
             embedding = tables["embed"]["tokens"] if config.tied else None
@@ -203,7 +203,7 @@ class _Step:
             ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
             return token_loss(jnp.where(ids < config.vocab, logits, _MASKED), targets, weights)
 
-        if self.propagation.microbatches == 1:
+        if self.model.microbatches == 1:
             return part(x[0], targets[0], weights[0])
 
         def add(sums: Any, at: Any) -> tuple[Any, None]:
@@ -223,19 +223,19 @@ class _Step:
     @cached_property
     def execution(self) -> Execution:
         """How the parts of the model run; each layer is rematerialised by the pipeline, not by the model."""
-        rules = activation_rules(self.propagation.config, self.propagation.strategy)
+        rules = activation_rules(self.model.config, self.model.strategy)
 
         def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
             return constrained(x, self.mesh, spec(axes, rules))
 
-        experts = exchange_experts(self.mesh, expert_axes(self.propagation.strategy))
-        return Execution(self.attention, constrain, experts, self.propagation.dtype)
+        experts = exchange_experts(self.mesh, expert_axes(self.model.strategy))
+        return Execution(self.attention, constrain, experts, self.model.dtype)
 
     @property
     def attention(self) -> Attention:
         """Round the ring of cp, which may be one device."""
         attention = ring_attention(self.mesh)
-        return partial(self.spread_attention, attention) if "kv_heads" in self.propagation.replicated else attention
+        return partial(self.spread_attention, attention) if "kv_heads" in self.model.replicated else attention
 
     def spread_attention(
         self,
@@ -247,7 +247,7 @@ class _Step:
         positions: jax.Array,
     ) -> jax.Array:
         """Attention whose kv_heads are whole on each rank of tp: each takes copies of those that its heads read."""
-        group, heads = self.propagation.config.group, q.shape[2]
+        group, heads = self.model.config.group, q.shape[2]
         together = math.gcd(group, heads // self.mesh.shape["tp"])  # neighbours on one rank with one kv_head
 
         def spread(x: jax.Array) -> jax.Array:
@@ -260,7 +260,7 @@ class _Step:
     @cached_property
     def block_config(self) -> LlamaConfig:
         """The config with an expert capacity that is the one of a row without the padding of its order."""
-        config, padded = self.propagation.config, self.order.stored_length
+        config, padded = self.model.config, self.order.stored_length
         limit = config.capacity(self.order.length) if isinstance(config, MoeConfig) else None
         if limit is None or not isinstance(config, MoeConfig):
             return config

@@ -31,7 +31,7 @@ lengths, ``items`` how many there are. All arguments broadcast.
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class SearchProblem:
     """What is to be shared out.
 
     Attributes:
@@ -50,8 +50,8 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Item ``give`` goes from ``source`` to ``target``, and item ``take`` the other way (-1: none)."""
+class Swap:
+    """Item ``give`` goes from bin ``source`` to bin ``target``, item ``take`` the other way (-1: none, a move)."""
 
     source: int
     target: int
@@ -59,11 +59,11 @@ class Exchange:
     take: int
 
 
-def move(bins: Ints, exchange: Exchange) -> None:
-    """Make ``exchange`` in ``bins``, the bin of each item."""
-    bins[exchange.give] = exchange.target
-    if exchange.take >= 0:
-        bins[exchange.take] = exchange.source
+def apply_swap(bins: Ints, swap: Swap) -> None:
+    """Make ``swap`` in ``bins``, the bin of each item."""
+    bins[swap.give] = swap.target
+    if swap.take >= 0:
+        bins[swap.take] = swap.source
 
 
 class Assignment:
@@ -74,7 +74,7 @@ class Assignment:
         done: float64 (bins,), ms at which each bin is done.
     """
 
-    def __init__(self, problem: Problem, bins: Ints) -> None:
+    def __init__(self, problem: SearchProblem, bins: Ints) -> None:
         count = problem.kind.size
         self.bins = bins.copy()
         self.done = np.zeros(count)
@@ -89,21 +89,21 @@ class Assignment:
         return np.split(ranked, np.bincount(self.bins, minlength=self.done.size).cumsum()[:-1])
 
     def improve(self, steps: int) -> None:
-        """Make the best exchange, at most ``steps`` times, as long as there is one that helps."""
+        """Make the best swap, at most ``steps`` times, as long as there is one that helps."""
         for _ in range(steps):
             source = int(self.done.argmax())
-            found = self.exchanges(source, 1, self.done[source] * (1 - _NOISE))
+            found = self.swaps(source, 1, self.done[source] * (1 - _NOISE))
             if not found:
                 return
             self.apply(found[0])
 
-    def apply(self, exchange: Exchange) -> None:
-        """Make ``exchange``."""
-        move(self.bins, exchange)
-        self._recount(np.array([exchange.source, exchange.target]))
+    def apply(self, swap: Swap) -> None:
+        """Make ``swap``."""
+        apply_swap(self.bins, swap)
+        self._recount(np.array([swap.source, swap.target]))
 
-    def exchanges(self, source: int, count: int, limit: float = NEVER) -> list[Exchange]:
-        """At most ``count`` exchanges after which ``source`` and its partner are done before ``limit``, best first."""
+    def swaps(self, source: int, count: int, limit: float = NEVER) -> list[Swap]:
+        """At most ``count`` swaps after which ``source`` and its partner are done before ``limit``, best first."""
         partners = self._partners(source)
         near = np.zeros(self.done.size, bool)
         near[partners] = True
@@ -114,12 +114,12 @@ class Assignment:
             return []
         later = self._later(source, mine, theirs, owners)
         order = [later.argmin()] if count == 1 else np.argsort(later, axis=None, kind="stable")[:count]
-        found: list[Exchange] = []
+        found: list[Swap] = []
         for row, column in (divmod(int(flat), owners.size) for flat in order):
             if later[row, column] >= limit:
                 break
             take = int(theirs[column]) if column < theirs.size else -1
-            found.append(Exchange(source, int(owners[column]), int(mine[row]), take))
+            found.append(Swap(source, int(owners[column]), int(mine[row]), take))
         return found
 
     def _later(self, source: int, mine: Ints, theirs: Ints, owners: Ints) -> Floats:

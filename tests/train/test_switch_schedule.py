@@ -5,13 +5,13 @@ from dynajax.meshes import Placement
 from dynajax.models import preset
 from dynajax.train.candidates import Auto, read_asked, takes_documents
 from dynajax.train.fit import require_fit
-from dynajax.train.schedule import Schedule, Switch, tour
+from dynajax.train.switch_schedule import ScheduledSwitch, SwitchSchedule, tour
 
 SMALL, TINY = preset("small"), preset("tiny")
 
 
-def schedule(first: str, *switches: str) -> Schedule:
-    return Schedule(Placement.parse(first), tuple(map(Switch.parse, switches)))
+def schedule(first: str, *switches: str) -> SwitchSchedule:
+    return SwitchSchedule(Placement.parse(first), tuple(map(ScheduledSwitch.parse, switches)))
 
 
 def test_switches_are_read_and_put_in_order():
@@ -31,14 +31,14 @@ def test_auto_is_read_with_and_without_devices():
 @pytest.mark.parametrize("text", ["", "20", "fsdp8", "20-fsdp8", "x:fsdp8", "-3:fsdp8", "20:"])
 def test_what_is_no_switch_is_refused(text: str):
     with pytest.raises(RunError, match="not STEP:STRATEGY"):
-        Switch.parse(text)
+        ScheduledSwitch.parse(text)
 
 
 def test_two_switches_at_one_step_are_refused():
     with pytest.raises(RunError, match="20:fsdp8 and 20:tp8 are at one step"):
         schedule("dp8", "20:fsdp8", "30:dp8", "20:tp8")
     with pytest.raises(StrategyError):
-        Switch.parse("20:xp8")
+        ScheduledSwitch.parse("20:xp8")
 
 
 @pytest.mark.parametrize(

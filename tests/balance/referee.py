@@ -1,7 +1,7 @@
-"""Slow and sure: exact dispatch and packing, to judge the fast ones by.
+"""Slow and sure: exact dispatch and packing, and what no packing can beat, to judge the fast ones by.
 
 ``milp_*`` hand the problem to HiGHS (scipy) with a time limit and return its proven bound with its
-best solution; ``exact_*`` try everything and are for a handful of sequences.
+best solution; ``exact_*`` try everything and are for a handful of sequences. ``benchmarks/balance.py`` uses it too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import coo_array
 
 from dynajax.balance.cost import PipelineCost
-from dynajax.balance.exchange import NEVER
+from dynajax.balance.local_search import NEVER
 from dynajax.errors import BalanceError
 from dynajax.types import Floats, Ints
 
@@ -84,6 +84,21 @@ def exact_packing(times: Floats, tokens: Ints, count: int, room: int) -> Verdict
         heaviest = np.maximum(heaviest, np.where(held @ tokens <= room, held @ times, np.inf))
     best = int(heaviest.argmin())
     return Verdict(float(heaviest[best]), float(heaviest[best]), every[best])
+
+
+def lightest_ms(times: Floats, count: int) -> float:
+    """No way to make ``count`` packs has a heaviest pack cheaper than this.
+
+    It is at least the mean, the most expensive sequence, and, where i + 1 sequences share ``count``
+    packs, the cheapest ⌈(i + 1) / count⌉ of the i + 1 most expensive.
+    """
+    ranked = np.sort(np.asarray(times, np.float64))[::-1]
+    if not ranked.size:
+        return 0.0
+    sums = np.concatenate([[0.0], ranked.cumsum()])
+    end = np.arange(1, ranked.size + 1)
+    together = sums[end] - sums[end + (-end // count)]
+    return float(max(sums[-1] / count, together.max()))
 
 
 def _every_assignment(items: int, bins: int) -> Ints:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from balance.price_lists import KINDS
 
-from dynajax.balance.ahead import PlanAhead
 from dynajax.balance.iteration import Planner
 from dynajax.errors import BalanceError
 from dynajax.meshes import Strategy
+from dynajax.train.plan_ahead import PlanAhead
 
 PLANNER = Planner([Strategy.parse("tp8"), Strategy.parse("8*tp1"), Strategy.parse("4*tp2")], KINDS)
 

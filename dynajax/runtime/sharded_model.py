@@ -14,11 +14,11 @@ from dynajax.errors import StrategyError
 from dynajax.meshes import Strategy
 from dynajax.models import LlamaConfig, MoeConfig, ParameterSpec, Params, parameter_specs
 from dynajax.runtime.order import TokenOrder, contiguous, zigzag
-from dynajax.runtime.rules import BATCH_AXES, expert_axes, parameter_storage, replicated
+from dynajax.runtime.rules import BATCH_AXES, expert_axes, parameter_storage, replicated_axes
 
 
 @dataclass(frozen=True)
-class Propagation:
+class ShardedModel:
     """A model under a strategy. Hashable: with the shape of a batch it is the key of a compiled step.
 
     Attributes:
@@ -63,7 +63,7 @@ class Propagation:
     @property
     def replicated(self) -> dict[str, str]:
         """Logical axes that are whole on every rank of tp though tp could cut them, and why; to be shown once."""
-        return replicated(self.config, self.strategy)
+        return replicated_axes(self.config, self.strategy)
 
     @property
     def padded(self) -> dict[str, tuple[int, int]]:

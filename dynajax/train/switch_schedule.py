@@ -19,14 +19,14 @@ _SWITCH = re.compile(r"\s*(\d+)\s*:(.+)")
 
 
 @dataclass(frozen=True)
-class Switch:
+class ScheduledSwitch:
     """From ``step`` on, ``target`` runs; text form ``20:fsdp8``."""
 
     step: int
     target: Asked
 
     @staticmethod
-    def parse(text: str) -> Switch:
+    def parse(text: str) -> ScheduledSwitch:
         """Read the text form.
 
         Raises:
@@ -36,14 +36,14 @@ class Switch:
         match = _SWITCH.fullmatch(text)
         if match is None:
             raise RunError(f"switch {text!r} is not STEP:STRATEGY; write it like 20:fsdp8")
-        return Switch(int(match[1]), read_asked(match[2]))
+        return ScheduledSwitch(int(match[1]), read_asked(match[2]))
 
     def __str__(self) -> str:
         return f"{self.step}:{self.target}"
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SwitchSchedule:
     """A first placement and switches in the order of their steps.
 
     Attributes:
@@ -52,7 +52,7 @@ class Schedule:
     """
 
     first: Asked
-    switches: tuple[Switch, ...] = ()
+    switches: tuple[ScheduledSwitch, ...] = ()
 
     def __post_init__(self) -> None:
         ordered = tuple(sorted(self.switches, key=lambda s: s.step))
@@ -63,13 +63,13 @@ class Schedule:
 
     def moves(self) -> list[tuple[Asked, Asked]]:
         """From where to where each switch goes."""
-        places = [self.first, *(s.target for s in self.switches)]
-        return list(itertools.pairwise(places))
+        placements = [self.first, *(s.target for s in self.switches)]
+        return list(itertools.pairwise(placements))
 
-    def since(self, step: int) -> Schedule:
+    def since(self, step: int) -> SwitchSchedule:
         """What is left of the schedule once ``step`` steps are taken and their switches made."""
         done = [s for s in self.switches if s.step < step]
-        return Schedule(done[-1].target if done else self.first, self.switches[len(done) :])
+        return SwitchSchedule(done[-1].target if done else self.first, self.switches[len(done) :])
 
     def require_within(self, begin: int, end: int) -> None:
         """Refuse switches that would not happen in a run of the steps ``begin`` to ``end - 1``.
@@ -86,7 +86,7 @@ class Schedule:
                 )
 
 
-def tour(model: LlamaConfig, num_devices: int, steps: int) -> Schedule:
+def tour(model: LlamaConfig, num_devices: int, steps: int) -> SwitchSchedule:
     """A schedule that shows every kind of switch which the model and the devices allow, evenly over ``steps``.
 
     On 8 devices: dp2.tp4, fsdp8, pp2.cp2.tp2, tp4 on the first 4 devices, dp8 and dp2.tp4 again.
@@ -96,14 +96,14 @@ def tour(model: LlamaConfig, num_devices: int, steps: int) -> Schedule:
     first = {"dp": num_devices // half, "tp": half}
     stops = [first, {"fsdp": num_devices}, mixed, {"tp": half}, {"dp": num_devices}, first]
     texts = (".".join(f"{axis}{n}" for axis, n in stop.items() if n > 1) or "dp1" for stop in stops)
-    places = [place for place in map(Placement.parse, texts) if fits_evenly(model, place, num_devices)]
-    places = [place for place, _ in itertools.groupby(places)][:steps]
-    switches = [Switch(i * steps // len(places), place) for i, place in enumerate(places)]
-    return Schedule(places[0], tuple(switches[1:]))
+    placements = [placement for placement in map(Placement.parse, texts) if fits_evenly(model, placement, num_devices)]
+    placements = [placement for placement, _ in itertools.groupby(placements)][:steps]
+    switches = [ScheduledSwitch(i * steps // len(placements), placement) for i, placement in enumerate(placements)]
+    return SwitchSchedule(placements[0], tuple(switches[1:]))
 
 
 def follow(
-    trainer: Trainer, switches: Sequence[Switch], steps: int, stopped: Callable[[], bool] = lambda: False
+    trainer: Trainer, switches: Sequence[ScheduledSwitch], steps: int, stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[StepReport | SwitchReport]:
     """Train until ``steps`` steps are taken, making each switch at its step.
 

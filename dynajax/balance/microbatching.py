@@ -30,7 +30,7 @@ class Packing(Enum):
 
 
 @dataclass(frozen=True)
-class FillOptions:
+class MicrobatchOptions:
     """How a pipeline's share is packed.
 
     Attributes:
@@ -71,7 +71,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class PipelineFill:
+class PipelinePlan:
     """What one pipeline does in an iteration.
 
     Attributes:
@@ -87,7 +87,9 @@ class PipelineFill:
     published_ms: float
 
 
-def fill(sequences: Sequence[int], tokens: Sequence[int], cost: PipelineCost, options: FillOptions) -> PipelineFill:
+def form_microbatches(
+    sequences: Sequence[int], tokens: Sequence[int], cost: PipelineCost, options: MicrobatchOptions
+) -> PipelinePlan:
     """Pack ``sequences`` (positions in the batch) of ``tokens`` tokens for one pipeline.
 
     Raises:
@@ -107,32 +109,35 @@ def fill(sequences: Sequence[int], tokens: Sequence[int], cost: PipelineCost, op
         for at in turns
     )
     entering = [microbatch.ms for microbatch in microbatches]
-    return PipelineFill(cost.pipeline, microbatches, simulated_ms(entering, cost.pp), published_ms(entering, cost.pp))
+    return PipelinePlan(cost.pipeline, microbatches, simulated_ms(entering, cost.pp), published_ms(entering, cost.pp))
 
 
-def fill_ms(tokens: Sequence[int], cost: PipelineCost, options: FillOptions) -> float:
-    """Simulated time of ``fill`` without its last search, infinite if it is impossible: what planning compares."""
+def microbatches_ms(tokens: Sequence[int], cost: PipelineCost, options: MicrobatchOptions) -> float:
+    """Simulated ms of what ``form_microbatches`` makes without its last search: what planning compares.
+
+    Infinite where no micro-batches can be made.
+    """
     share = _Share(tokens, cost, options)
     packs = share.packed(search=False)
     return float("inf") if packs is None else share.end(packs)
 
 
-def fill_up(filled: PipelineFill, count: int, cost: PipelineCost, options: FillOptions) -> PipelineFill:
-    """``filled`` with micro-batches that hold nothing at its end, until there are ``count``.
+def pad_microbatches(plan: PipelinePlan, count: int, cost: PipelineCost, options: MicrobatchOptions) -> PipelinePlan:
+    """``plan`` with micro-batches that hold nothing at its end, until there are ``count``.
 
     They are as short as rows can be, and marked by having no sequences: what they compute has no weight.
     """
     row = options.shapes.padded(1, cost) if options.shapes else alignment(cost)
     empty = MicroBatch((), 0, row, cost.microbatch_ms([], row))
-    microbatches = filled.microbatches + (empty,) * (count - len(filled.microbatches))
+    microbatches = plan.microbatches + (empty,) * (count - len(plan.microbatches))
     times = [microbatch.ms for microbatch in microbatches]
-    return PipelineFill(cost.pipeline, microbatches, simulated_ms(times, cost.pp), published_ms(times, cost.pp))
+    return PipelinePlan(cost.pipeline, microbatches, simulated_ms(times, cost.pp), published_ms(times, cost.pp))
 
 
 class _Share:
     """Sequences of one pipeline, to be packed in several ways."""
 
-    def __init__(self, tokens: Sequence[int], cost: PipelineCost, options: FillOptions) -> None:
+    def __init__(self, tokens: Sequence[int], cost: PipelineCost, options: MicrobatchOptions) -> None:
         self._tokens, self._cost, self._options = tokens, cost, options
         self._times = [(cost.a * size + cost.b) * size for size in tokens]
 

@@ -32,7 +32,7 @@ def flat_mesh(devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.asarray(devices, dtype=object), (AXIS,))
 
 
-def flat_layout(shapes: Any, mesh: Mesh, first_layer: int = 0, layers: int | None = None) -> Any:
+def optimizer_layout(shapes: Any, mesh: Mesh, first_layer: int = 0, layers: int | None = None) -> Any:
     """How a tree of tensors lies flat: a ``Bundle`` for each.
 
     Args:
@@ -57,7 +57,7 @@ def flat_layout(shapes: Any, mesh: Mesh, first_layer: int = 0, layers: int | Non
 
 
 def flatten(tree: Any, parts: int) -> Any:
-    """Every leaf as the array that ``flat_layout`` tells of."""
+    """Every leaf as the array that ``optimizer_layout`` tells of."""
     return jax.tree_util.tree_map_with_path(lambda path, x: flatten_leaf(path, x, parts), tree)
 
 

@@ -22,16 +22,16 @@ from dynajax.engine import Stored
 from dynajax.errors import BalanceError, StrategyError
 from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, MoeConfig
-from dynajax.runtime.flat import flat_layout, flat_mesh, flatten_leaf
 from dynajax.runtime.gradients import abstract_params
-from dynajax.runtime.pipelines import PipelineRunner
+from dynajax.runtime.optimizer_layout import flat_mesh, flatten_leaf, optimizer_layout
+from dynajax.runtime.pipeline_runner import PipelineRunner
 from dynajax.train.balancing import Balancing, even_pipelines
 from dynajax.train.candidates import Asked, Auto, Candidates, read_asked
 from dynajax.train.document_step import DocumentStep, FlatPrograms
 from dynajax.train.elementwise import require_elementwise
 from dynajax.train.fit import require_fit
 from dynajax.train.job import DEFAULT_OPTIONS, NO_MESH, Job, StepOptions
-from dynajax.train.state import TrainState, abstract, mirrors
+from dynajax.train.state import TrainState, abstract_arrays, mirrors
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,12 +83,12 @@ class DocumentJob(Job[Candidates]):
         if isinstance(strategy, Candidates):
             return strategy
         asked = read_asked(strategy)
-        if asked not in self._places:
-            self._places[asked] = self._checked(asked)
-        return self._places[asked]
+        if asked not in self._placements:
+            self._placements[asked] = self._checked(asked)
+        return self._placements[asked]
 
     @cached_property
-    def _places(self) -> dict[Asked, Candidates]:
+    def _placements(self) -> dict[Asked, Candidates]:
         """What was read and checked: strategies are proposed once, not in each switch."""
         return {}
 
@@ -107,34 +107,34 @@ class DocumentJob(Job[Candidates]):
         self.planner(found)
         return found
 
-    def alone(self, place: Candidates) -> Candidates:
+    def alone(self, placement: Candidates) -> Candidates:
         """The smallest pipeline that holds the longest document, alone: what several together are compared with.
 
         Raises:
             BalanceError: none does.
         """
-        pipelines = even_pipelines(self.model, len(place.devices))
+        pipelines = even_pipelines(self.model, len(placement.devices))
         costs = [c for c in self.balancing.costs(self.model, pipelines) if c.max_len >= self.data.longest]
         if not costs:
-            raise BalanceError(f"no pipeline of {len(place.devices)} devices holds {self.data.longest} tokens")
+            raise BalanceError(f"no pipeline of {len(placement.devices)} devices holds {self.data.longest} tokens")
         smallest = min(costs, key=lambda cost: (cost.devices, cost.pp))
-        return Candidates.one(Placement(Strategy((smallest.pipeline,)), place.devices[: smallest.devices]))
+        return Candidates.one(Placement(Strategy((smallest.pipeline,)), placement.devices[: smallest.devices]))
 
-    def planner(self, place: Candidates) -> Planner:
-        """Plans iterations over the strategies of ``place``.
+    def planner(self, placement: Candidates) -> Planner:
+        """Plans iterations over the strategies of ``placement``.
 
         Raises:
             BalanceError: a pipeline has no price, or none holds the longest document.
         """
-        kinds = dict.fromkeys(p for strategy in place.strategies for p in strategy.pipelines)
-        planner = Planner(place.strategies, self.balancing.costs(self.model, tuple(kinds)), self.balancing.options)
+        kinds = dict.fromkeys(p for strategy in placement.strategies for p in strategy.pipelines)
+        planner = Planner(placement.strategies, self.balancing.costs(self.model, tuple(kinds)), self.balancing.options)
         planner.plan([self.data.longest])
         return planner
 
-    def layout(self, place: Candidates) -> TrainState:
+    def layout(self, placement: Candidates) -> TrainState:
         """The optimizer layout: flat over all devices; what mirrors no parameter is whole on each."""
-        mesh = self._mesh(place)
-        flat, whole = flat_layout(self.shapes, mesh), NamedSharding(mesh, PartitionSpec())
+        mesh = self._mesh(placement)
+        flat, whole = optimizer_layout(self.shapes, mesh), NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(
             lambda is_flat, bundle, x: bundle if is_flat else Stored.plain(whole, x.shape),
             self._is_flat,
@@ -142,34 +142,34 @@ class DocumentJob(Job[Candidates]):
             self.shapes,
         )
 
-    def arrangement(self, place: Candidates) -> Callable[[TrainState], TrainState]:
+    def arrangement(self, placement: Candidates) -> Callable[[TrainState], TrainState]:
         """Flattens tensors."""
-        parts, is_flat = len(place.devices), self._is_flat
+        parts, is_flat = len(placement.devices), self._is_flat
 
         def arranged(path: Any, flat: bool, x: jax.Array) -> jax.Array:
             return flatten_leaf(path, x, parts) if flat else x
 
         return lambda state: jax.tree_util.tree_map_with_path(arranged, is_flat, state)
 
-    def compile_step(self, place: Candidates, layout: TrainState) -> DocumentStep:
-        """Compile every program that any strategy of ``place`` may need, as far as that was not done before."""
-        planner = self.planner(place)
-        placed = dict.fromkeys(p for index in range(len(place.strategies)) for p in place.pipelines(index))
-        runners = {pipeline: self._runner(place, pipeline) for pipeline in placed}
+    def compile_step(self, placement: Candidates, layout: TrainState) -> DocumentStep:
+        """Compile every program that any strategy of ``placement`` may need, as far as that was not done before."""
+        planner = self.planner(placement)
+        placed = dict.fromkeys(p for index in range(len(placement.strategies)) for p in placement.pipelines(index))
+        runners = {pipeline: self._runner(placement, pipeline) for pipeline in placed}
         sections = [pair for r in runners.values() for pair in zip(r.sections, r.links, strict=True)]
         pushed = {section.span: abstract_params(link.target, jnp.float32) for section, link in sections}
-        flat = FlatPrograms.of(self.optimizer, abstract(self.shapes, layout), self.options.dtype, pushed)
-        return DocumentStep(place, layout, self.data, planner, runners, flat)
+        flat = FlatPrograms.of(self.optimizer, abstract_arrays(self.shapes, layout), self.options.dtype, pushed)
+        return DocumentStep(placement, layout, self.data, planner, runners, flat)
 
-    def _runner(self, place: Candidates, pipeline: Placement) -> PipelineRunner:
-        key = pipeline, place.devices
+    def _runner(self, placement: Candidates, pipeline: Placement) -> PipelineRunner:
+        key = pipeline, placement.devices
         if key not in self._runners:
             shapes, kinds = self.balancing.shapes, pipeline.strategy.pipelines
             (cost,) = shapes.limit(self.balancing.costs(self.model, kinds))
             run, mesh = self.options.of_pipeline(self.model, pipeline.strategy), pipeline.mesh(self.devices)
             with jax.set_mesh(NO_MESH):
                 self._runners[key] = PipelineRunner.of(
-                    run, mesh, self._mesh(place), shapes.rows(cost), shapes.max_segments
+                    run, mesh, self._mesh(placement), shapes.rows(cost), shapes.max_segments
                 )
         return self._runners[key]
 
@@ -178,8 +178,8 @@ class DocumentJob(Job[Candidates]):
         """What is compiled, by pipeline and devices of the optimizer layout: strategies have pipelines in common."""
         return {}
 
-    def _mesh(self, place: Candidates) -> Mesh:
-        return flat_mesh([self.devices[number] for number in place.devices])
+    def _mesh(self, placement: Candidates) -> Mesh:
+        return flat_mesh([self.devices[number] for number in placement.devices])
 
     @cached_property
     def _is_flat(self) -> TrainState:

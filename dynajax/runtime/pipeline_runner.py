@@ -18,8 +18,8 @@ from dynajax.data import Segment
 from dynajax.engine import Report
 from dynajax.runtime.gradients import GradientPrograms, abstract_sums, from_host, sums_of, zeros_of
 from dynajax.runtime.links import Link
-from dynajax.runtime.propagation import Propagation
 from dynajax.runtime.sections import Section, sections_of
+from dynajax.runtime.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class PipelineRunner:
         programs: by row length; none where no device is of this process.
     """
 
-    run: Propagation
+    run: ShardedModel
     mesh: Mesh
     sections: tuple[Section, ...]
     links: tuple[Link, ...]
@@ -43,7 +43,7 @@ class PipelineRunner:
     programs: Mapping[int, GradientPrograms]
 
     @staticmethod
-    def of(run: Propagation, mesh: Mesh, flat: Mesh, row_lengths: Sequence[int], max_segments: int) -> PipelineRunner:
+    def of(run: ShardedModel, mesh: Mesh, flat: Mesh, row_lengths: Sequence[int], max_segments: int) -> PipelineRunner:
         """Compile and plan all that the pipeline will need; no array is made.
 
         Args:
@@ -55,7 +55,7 @@ class PipelineRunner:
         """
         sections = sections_of(run)
         links = tuple(Link.of(section, run.config.layers, flat, mesh, run.dtype) for section in sections)
-        sums = abstract_sums([link.propagation for link in links], mesh)
+        sums = abstract_sums([link.stored for link in links], mesh)
         lengths = row_lengths if mesh.local_devices else ()
         compiled = {n: GradientPrograms.compiled(run, mesh, sections, sums, n, max_segments) for n in lengths}
         return PipelineRunner(run, mesh, sections, links, zeros_of(sums), compiled)
