@@ -1,4 +1,4 @@
-"""What a switch needs, made ahead: the compiled step of the target and the plan of the move.
+"""What a switch needs, made ahead: the compiled step of the target and the compiled move to it.
 
 Compiling and planning touch no arrays, so they run in background threads while training goes on.
 Each is made once for its key and kept: switching back compiles and plans nothing.
@@ -12,7 +12,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from dynajax.engine import plan_reshard, prepare_reshard
+from dynajax.engine import Compiled, plan_reshard, prepare_reshard
 from dynajax.errors import DeadlineError, DynajaxError, SwitchError
 from dynajax.planner import Plan
 from dynajax.train.job import Job, JobPlacement
@@ -82,7 +82,7 @@ class CompileCache:
 
     Attributes:
         steps: compiled steps by placement.
-        movers: by switch, whether the engine has compiled what its plan needs.
+        moves: compiled moves by switch.
 
     Args:
         job: what is trained.
@@ -95,7 +95,7 @@ class CompileCache:
         self._plans: dict[Switch, Plan] = {}
         workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="dynajax-prepare")
         self.steps = FutureCache(self._compile_step, "compiling the step of {}", workers)
-        self.movers = FutureCache(self._compile_mover, "preparing the move from {}", workers)
+        self.moves = FutureCache(self._compile_move, "preparing the move from {}", workers)
 
     def layout(self, placement: JobPlacement) -> TrainState:
         """How the state lies at ``placement``, as ``Job.layout`` says."""
@@ -118,9 +118,9 @@ class CompileCache:
     def _compile_step(self, placement: JobPlacement) -> CompiledStep:
         return self._job.compile_step(placement, self.layout(placement))
 
-    def _compile_mover(self, switch: Switch) -> None:
+    def _compile_move(self, switch: Switch) -> Compiled:
         source, target = self.layout(switch.source), self.layout(switch.target)
-        prepare_reshard(abstract_arrays(self._job.shapes, source), target, plan=self.plan(switch), stored=source)
+        return prepare_reshard(abstract_arrays(self._job.shapes, source), target, plan=self.plan(switch), stored=source)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Preparation:
 
     def done(self) -> bool:
         """True if the switch can be made at once."""
-        return self.compile_cache.movers.ready(self.switch) and self.compile_cache.steps.ready(self.switch.target)
+        return self.compile_cache.moves.ready(self.switch) and self.compile_cache.steps.ready(self.switch.target)
 
     def wait(self, deadline_s: float = 600.0) -> None:
         """Return when the switch is prepared.
@@ -141,12 +141,12 @@ class Preparation:
             DeadlineError: it is not prepared in time.
             DynajaxError: it cannot be prepared; the message says why.
         """
-        self.compile_cache.movers.get(self.switch, deadline_s)
+        self.compile_cache.moves.get(self.switch, deadline_s)
         self.compile_cache.steps.get(self.switch.target, deadline_s)
 
 
 def begin(compile_cache: CompileCache, switch: Switch) -> Preparation:
     """Begin to prepare ``switch``, as far as that was not done before."""
-    compile_cache.movers.ahead(switch)
+    compile_cache.moves.ahead(switch)
     compile_cache.steps.ahead(switch.target)
     return Preparation(compile_cache, switch)

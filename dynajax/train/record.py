@@ -70,14 +70,14 @@ class StepReport:
 class SwitchReport(Report):
     """One change of strategy, at the boundary before ``step``, and how the state was moved.
 
-    ``plan_s`` and ``compile_s`` also hold what had to be waited for because it was not prepared.
+    ``plan_s``, ``group_s`` and ``compile_s`` also hold what had to be waited for because it was not prepared.
 
     Attributes:
         step: number of the first step under the new strategy.
         source: the placement before.
         target: the placement after.
         pause_s: seconds from the end of one step until the next may start.
-        prepared: the step and the plan were ready before the pause.
+        prepared: the step and the move were ready before the pause.
     """
 
     step: int

@@ -12,8 +12,9 @@ import optax
 
 from dynajax.bytesize import parse_bytes
 from dynajax.data import DocumentSteps
-from dynajax.engine import reshard
-from dynajax.errors import SwitchError
+from dynajax.engine.compiled import programs_compiled
+from dynajax.engine.report import Stopwatch
+from dynajax.errors import DynajaxError, SwitchError
 from dynajax.meshes import Strategy
 from dynajax.models import LlamaConfig
 from dynajax.planner import Plan
@@ -25,7 +26,7 @@ from dynajax.train.prepare import CompileCache, Preparation, Switch, begin
 from dynajax.train.record import StepReport, SwitchReport
 from dynajax.train.row_job import RowJob, RowSource
 from dynajax.train.state import TrainState
-from dynajax.train.step import CompiledStep, Outcome, TraceEvent
+from dynajax.train.step import Outcome, TraceEvent
 
 
 class Trainer:
@@ -138,38 +139,36 @@ class Trainer:
 
         Raises:
             SwitchError: the move failed; says whether the old state is still whole.
-            DynajaxError: the switch was refused before anything moved.
+            DynajaxError: the switch was refused before anything moved: the old state is whole and in use.
         """
-        start = time.perf_counter()
+        watch, cache = Stopwatch(), self.compile_cache
         switch = Switch(self.placement, self.job.place(strategy))
-        prepared = Preparation(self.compile_cache, switch).done()
-        plan, source = self.compile_cache.plan(switch), self.compile_cache.layout(switch.source)
-        plan_s = time.perf_counter() - start
-        compiled, compile_s = self._step_of(switch.target)
+        prepared, compiled = Preparation(cache, switch).done(), cache.steps.ready(switch.target)
+        with watch.phase("plan"):
+            cache.plan(switch)
+        begin(cache, switch)
+        with watch.compiling(programs_compiled):
+            move = cache.moves.get(switch, self.deadline_s)
+        if not compiled:
+            with watch.phase("compile"):
+                cache.steps.get(switch.target, self.deadline_s)
         try:
-            state, report = reshard(
-                self.state, compiled.layout, donate=True, plan=plan, stored=source, snapshot=self.snapshot
-            )
-        except (RuntimeError, MemoryError, OSError) as error:
-            raise SwitchError(
-                f"the move from {switch} failed: {error}; {_left_of(self.state, self.snapshot)}"
-            ) from error
+            state, report = move(self.state, snapshot=self.snapshot)
+        except Exception as error:
+            gone = _gone(self.state)
+            if isinstance(error, DynajaxError) and not gone:
+                raise
+            raise SwitchError(f"the move from {switch} failed: {error}; {_left_of(gone, self.snapshot)}") from error
         self.state, self.placement = state, switch.target
-        waited: dict[str, Any] = {"plan_s": plan_s + report.plan_s, "compile_s": compile_s + report.compile_s}
+        waited: dict[str, Any] = {f"{phase}_s": s + getattr(report, f"{phase}_s") for phase, s in watch.seconds.items()}
         return SwitchReport(
             **vars(report) | waited,
             step=self.next_step,
             source=str(switch.source),
             target=str(switch.target),
-            pause_s=time.perf_counter() - start,
+            pause_s=time.perf_counter() - watch.began,
             prepared=prepared,
         )
-
-    def _step_of(self, placement: JobPlacement) -> tuple[CompiledStep, float]:
-        """The compiled step of ``placement``, and the seconds it took to compile it: 0 if it was there."""
-        start, ready = time.perf_counter(), self.compile_cache.steps.ready(placement)
-        compiled = self.compile_cache.steps.get(placement, self.deadline_s)
-        return compiled, 0.0 if ready else time.perf_counter() - start
 
 
 def _job(
@@ -194,8 +193,11 @@ def step_report(number: int, outcome: Outcome, tokens: int, samples: int, second
     return StepReport(number, outcome.loss, tokens, samples, outcome.strategy, seconds, shares, idle)
 
 
-def _left_of(state: TrainState, snapshot: str | None) -> str:
-    gone = [jax.tree_util.keystr(p) for p, leaf in jax.tree_util.tree_leaves_with_path(state) if leaf.is_deleted()]
+def _gone(state: TrainState) -> list[str]:
+    return [jax.tree_util.keystr(p) for p, leaf in jax.tree_util.tree_leaves_with_path(state) if leaf.is_deleted()]
+
+
+def _left_of(gone: list[str], snapshot: str | None) -> str:
     if not gone:
         return "the old state is whole and still in use"
     some = ", ".join(gone[:3])

@@ -12,8 +12,8 @@ import optax
 import pytest
 from train.small_runs import MODEL, PLACEMENTS, ROWS, bits, data, largest_difference, reference_losses, trainer
 
-import dynajax.train.trainer as trainer_module
 from dynajax.data import Batch
+from dynajax.engine import Compiled
 from dynajax.errors import BudgetError, DeadlineError, StrategyError, SwitchError
 from dynajax.train import Trainer
 from dynajax.train.step import wait_ready
@@ -165,7 +165,7 @@ def test_a_move_that_fails_says_what_is_left(monkeypatch: pytest.MonkeyPatch):
     def runs_out_of_memory(*_: object, **__: object) -> None:
         raise MemoryError("no memory for the target")
 
-    monkeypatch.setattr(trainer_module, "reshard", runs_out_of_memory)
+    monkeypatch.setattr(Compiled, "__call__", runs_out_of_memory)
     with pytest.raises(SwitchError, match=r"from dp2.tp4 to fsdp8 failed: no memory .* the old state is whole"):
         running.switch("fsdp8")
     losses.append(running.step().loss)
