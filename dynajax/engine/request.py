@@ -7,9 +7,10 @@ buckets may become twelve parameters, and the result has its tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import jax
@@ -116,12 +117,11 @@ def read(tree: Any, targets: Any, stored: Any = None, donate: Any = False) -> Re
     says = [None] * len(paths) if stored is None else broadcast(stored, tree, paths, "tree of what is stored")
     mesh, after = private.mesh_that_is_set(), before
     is_regrouped = any(isinstance(x, Bundle) for x in jtu.tree_leaves((targets, stored), is_leaf=is_target))
+    place = {path: k for k, path in enumerate(paths)}
     if is_regrouped:
-        named, after = jtu.tree_flatten_with_path(targets, is_leaf=is_target)
-        goals = [(jtu.keystr(path), goal) for path, goal in named]
+        goals, after = _whole(targets, place)
     else:
         goals = list(zip(paths, broadcast(targets, tree, paths), strict=True))
-    place = {path: k for k, path in enumerate(paths)}
     stays = {
         k: place[path] for k, (path, goal) in enumerate(goals) if path in place and _stays(leaves[place[path]], goal)
     }
@@ -164,6 +164,15 @@ def require_data(request: Request, leaves: Sequence[Any]) -> None:
             raise TargetError(f"{path}: the leaf is a {type(array).__name__} without data; give the array itself")
         if array.is_deleted():
             raise TargetError(f"{path}: the array was deleted or donated; give the state that the last step returned")
+
+
+def _whole(targets: Any, known: Collection[str]) -> tuple[list[tuple[str, Any]], jtu.PyTreeDef]:
+    """The leaves of a target tree by path, and its structure; a None where the state has no leaf is part of that."""
+    named, structure = jtu.tree_flatten_with_path(targets, is_leaf=is_target)
+    goals = [(jtu.keystr(path), goal) for path, goal in named]
+    is_leaf = [goal is not None or path in known for path, goal in goals]
+    after = jtu.tree_structure(jtu.tree_unflatten(structure, [0 if leaf else None for leaf in is_leaf]))
+    return list(compress(goals, is_leaf)), after
 
 
 @dataclass(frozen=True)

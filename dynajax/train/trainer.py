@@ -154,7 +154,7 @@ class Trainer:
                 cache.steps.get(switch.target, self.deadline_s)
         try:
             state, report = move(self.state, snapshot=self.snapshot)
-        except Exception as error:
+        except (DynajaxError, RuntimeError, MemoryError, OSError) as error:
             gone = _gone(self.state)
             if isinstance(error, DynajaxError) and not gone:
                 raise
