@@ -95,12 +95,10 @@ def cases() -> list[Case]:
 
 def _dynajax(path: Path) -> Method:
     def prepare(shapes: list[Any], case: Case) -> Any:
-        plan = dj.plan_reshard(shapes, case.target, budget=BUDGET, donate=True, path=path)
-        prepare_reshard(shapes, case.target, plan=plan, path=path)
-        return plan
+        return prepare_reshard(shapes, case.target, budget=BUDGET, donate=True, path=path)
 
-    def run(tree: Tree, case: Case, plan: Any) -> Tree:
-        return dj.reshard(tree, case.target, donate=True, plan=plan, path=path)[0]
+    def run(tree: Tree, case: Case, move: Any) -> Tree:
+        return move(tree)[0]
 
     return Method("dynajax" if path == "shared memory" else f"dynajax, {path}", run, prepare)
 

@@ -25,8 +25,8 @@ LAYERS = (
     ("errors", "types"),
     ("bytesize",),
     ("meshes", "models"),
-    ("vps", "data"),
-    ("planner", "balance"),
+    ("vps", "data", "arrays"),
+    ("planner", "balance", "processes"),
     ("engine",),
     ("runtime",),
     ("train",),
@@ -47,7 +47,7 @@ IMPURE_STDLIB = {"asyncio", "datetime", "multiprocessing", "os", "random", "sock
 MIRRORED = ("vps", "planner")
 """Packages whose tests lie and are named as their modules."""
 
-JAX_SEAM = "dynajax.engine._jax_private"
+JAX_SEAM = "dynajax.arrays._jax_private"
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "shared", "util", "utils"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import psutil
 
+from dynajax.arrays.dtypes import is_key
 from dynajax.balance import load_profile
 from dynajax.bytesize import format_bytes, parse_bytes
 from dynajax.cli.train_options import CONFIG, METRICS, TrainOptions, resumed_step
 from dynajax.data import VOCAB_SIZE, Batches, Documents, DocumentSteps, folder_documents, stdlib_documents
-from dynajax.engine.dtypes import is_key
 from dynajax.errors import RunError, StrategyError
 from dynajax.meshes import Placement, Strategy
 from dynajax.models import LlamaConfig, count_parameters, preset

@@ -18,15 +18,15 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from dynajax.engine import _jax_private as private
-from dynajax.engine.consensus import Processes
-from dynajax.engine.host_view import View, bytes_of_each, word_of
+from dynajax.arrays import _jax_private as private
+from dynajax.arrays.host_view import View, bytes_of_each, word_of
 from dynajax.engine.memories import Memories, located, shards_of
 from dynajax.engine.request import Leaf
 from dynajax.engine.stored import Endpoint
 from dynajax.errors import CheckError
 from dynajax.planner import Move
 from dynajax.planner.diff import cells_of
+from dynajax.processes.consensus import Processes
 from dynajax.types import Ints
 from dynajax.vps import Region, algebra
 from dynajax.vps.buffer import view

@@ -18,10 +18,9 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
+from dynajax.arrays import _jax_private as private
 from dynajax.bytesize import format_bytes
-from dynajax.engine import _jax_private as private
 from dynajax.engine.check import Comparison
-from dynajax.engine.consensus import Consensus, Processes
 from dynajax.engine.execute import Ownership, execute
 from dynajax.engine.memories import Memories, layouts
 from dynajax.engine.report import Report, Stopwatch
@@ -35,6 +34,7 @@ from dynajax.engine.xla.transport import Xla
 from dynajax.errors import AgreementError, BudgetError, TargetError
 from dynajax.meshes import Topology
 from dynajax.planner import Plan, build_plan
+from dynajax.processes.consensus import Consensus, Processes
 
 _log = logging.getLogger(__name__)
 

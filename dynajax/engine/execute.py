@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import jax
 
-from dynajax.engine import _jax_private as private
+from dynajax.arrays import _jax_private as private
 from dynajax.engine.check import Comparison
 from dynajax.engine.memories import Memories, shards_of
 from dynajax.engine.report import Stopwatch

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from numpy.typing import NDArray
 
-from dynajax.engine import _jax_private as private
-from dynajax.engine.dtypes import can_be_summed
+from dynajax.arrays import _jax_private as private
+from dynajax.arrays.dtypes import can_be_summed
 from dynajax.engine.request import Request
 from dynajax.engine.stored import Bundle, Endpoint, Stored
 from dynajax.errors import LayoutError, TargetError, TopologyError

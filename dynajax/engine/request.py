@@ -20,8 +20,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from dynajax.engine import _jax_private as private
-from dynajax.engine.dtypes import is_key
+from dynajax.arrays import _jax_private as private
+from dynajax.arrays.dtypes import is_key
 from dynajax.engine.stored import ArraySpec, Bundle, Endpoint, Stored
 from dynajax.engine.targets import broadcast, checked_sharding, is_target, some, target_of
 from dynajax.errors import LayoutError, TargetError

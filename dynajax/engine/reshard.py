@@ -6,10 +6,9 @@ from typing import Any, Literal
 
 import jax.tree_util as jtu
 
+from dynajax.arrays import _jax_private as private
 from dynajax.bytesize import parse_bytes
-from dynajax.engine import _jax_private as private
 from dynajax.engine.compiled import Compiled, chosen, planned, programs_compiled, wait_for
-from dynajax.engine.consensus import Consensus, Processes
 from dynajax.engine.execute import Ownership
 from dynajax.engine.report import Report, Stopwatch
 from dynajax.engine.request import Request, read, require_data
@@ -18,6 +17,7 @@ from dynajax.engine.transport import Path
 from dynajax.errors import TargetError
 from dynajax.meshes import Topology
 from dynajax.planner import Plan
+from dynajax.processes.consensus import Consensus, Processes
 
 Commit = Literal["staged", "safe"]
 

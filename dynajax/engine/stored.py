@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Sharding
 
-from dynajax.engine import _jax_private as private
+from dynajax.arrays import _jax_private as private
 from dynajax.vps import Block, Part, Pieces
 from dynajax.vps.stored import piece_parts, whole_runs
 

@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from dynajax.engine import _jax_private as private
+from dynajax.arrays import _jax_private as private
 from dynajax.engine.stored import Bundle, Stored
 from dynajax.errors import TargetError
 from dynajax.vps.spec import require_fits

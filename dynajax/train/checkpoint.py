@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from dynajax.arrays.dtypes import is_key
 from dynajax.data import Cursor, Stream
-from dynajax.engine.dtypes import is_key
 from dynajax.errors import RunError
 from dynajax.train.job import Job, JobPlacement
 from dynajax.train.state import TrainState, abstract_arrays

@@ -29,9 +29,9 @@ import optax
 
 from dynajax.balance import IterationPlan, PipelinePlan, Planner, short_text
 from dynajax.data import DocumentBatch, DocumentSteps, Segment
-from dynajax.engine.consensus import Consensus, Processes
 from dynajax.engine.targets import devices_named
 from dynajax.meshes import Placement
+from dynajax.processes.consensus import Consensus, Processes
 from dynajax.runtime.gradients import zeros_of
 from dynajax.runtime.optimizer_layout import Span, add_section
 from dynajax.runtime.pipeline_runner import Passes, PipelineRunner

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import jax
 import optax
 
+from dynajax.arrays.dtypes import is_key
 from dynajax.data import Batch
-from dynajax.engine.dtypes import is_key
 from dynajax.errors import DeadlineError
 from dynajax.models import Params
 from dynajax.train.record import PipelineShare

@@ -16,8 +16,8 @@ from engine.states import P, live_bytes, mesh
 from jax.sharding import Mesh, NamedSharding
 
 import dynajax as dj
+from dynajax.arrays import _jax_private as private
 from dynajax.engine import Bundle, programs, shared_memory, uninitialised, xla
-from dynajax.engine import _jax_private as private
 from dynajax.engine.shared_memory import SharedMemory
 from dynajax.engine.transport import PATHS, Path
 from dynajax.engine.waves import words_and_grain

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 
 import dynajax as dj
+from dynajax.arrays.host_view import bytes_of
 from dynajax.engine import Bundle, Stored, prepare_reshard, uninitialised
-from dynajax.engine.host_view import bytes_of
 from dynajax.engine.places import Places, layouts
 from dynajax.engine.regroup import read
 from dynajax.engine.transport import PATHS, Path

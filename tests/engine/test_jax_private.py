@@ -8,7 +8,7 @@ import pytest
 from engine.states import P, mesh
 from jax.sharding import NamedSharding
 
-from dynajax.engine import _jax_private as private
+from dynajax.arrays import _jax_private as private
 
 
 def _array() -> jax.Array:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dynajax.engine import _jax_private as private
-from dynajax.engine.dtypes import is_packed
-from dynajax.engine.host_view import word_of
+from dynajax.arrays import _jax_private as private
+from dynajax.arrays.dtypes import is_packed
+from dynajax.arrays.host_view import word_of
 from dynajax.engine.memories import Memories, located
 from dynajax.engine.request import Leaf
 from dynajax.engine.stored import Endpoint

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dynajax.engine import _jax_private as private
-from dynajax.engine.host_view import View, bytes_of_each
+from dynajax.arrays import _jax_private as private
+from dynajax.arrays.host_view import View, bytes_of_each
 from dynajax.engine.memories import Memories, shards_of
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.request import Request

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dynajax.engine.dtypes import bits_of
+from dynajax.arrays.dtypes import bits_of
 from dynajax.planner.exchanges.part import wire_dtype
 
 _UNSIGNED = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16}

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dynajax.arrays.spmd import of_this_process
 from dynajax.engine.memories import Memories, located
 from dynajax.engine.request import Leaf
-from dynajax.engine.spmd import of_this_process
 from dynajax.engine.stored import Endpoint
 from dynajax.engine.xla.programs import Program, Step
 from dynajax.engine.xla.steps import Placed, Steps

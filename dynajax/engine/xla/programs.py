@@ -17,8 +17,8 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec
 
-from dynajax.engine import _jax_private as private
-from dynajax.engine.spmd import Devices, Shape, mesh_of, over, spec_of
+from dynajax.arrays import _jax_private as private
+from dynajax.arrays.spmd import Devices, Shape, mesh_of, over, spec_of
 from dynajax.engine.xla import bodies
 from dynajax.engine.xla.bitcast import from_wire
 from dynajax.engine.xla.bodies import Given

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
-from dynajax.engine.spmd import Devices, Shape, of_this_process
+from dynajax.arrays.spmd import Devices, Shape, of_this_process
 from dynajax.engine.xla.programs import Program, Step, payload_shape
 from dynajax.planner.exchanges.exchange import Exchange
 from dynajax.planner.exchanges.part import Part, need, wire_dtype

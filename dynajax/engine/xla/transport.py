@@ -12,13 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from dynajax.arrays import _jax_private as private
+from dynajax.arrays.spmd import Devices, Shape, blocks_of, joined, of_this_process, rows, told
 from dynajax.bytesize import format_bytes
-from dynajax.engine import _jax_private as private
-from dynajax.engine.consensus import Processes
 from dynajax.engine.memories import Memories, shards_of
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.request import Request
-from dynajax.engine.spmd import Devices, Shape, blocks_of, joined, of_this_process, rows, told
 from dynajax.engine.stored import Endpoint
 from dynajax.engine.transport import Path, Shards
 from dynajax.engine.xla.lowering import Finish, Launch, Lowering, StagePrograms
@@ -29,6 +28,7 @@ from dynajax.planner import Plan
 from dynajax.planner.exchanges.by_chunk import NOWHERE
 from dynajax.planner.exchanges.part import wire_dtype
 from dynajax.planner.exchanges.split import Half
+from dynajax.processes.consensus import Processes
 
 _SHARE = 2
 """One part in so many of the budget is for programs at most."""

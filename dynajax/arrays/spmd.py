@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dynajax.engine import _jax_private as private
+from dynajax.arrays import _jax_private as private
 
 Devices = tuple[jax.Device, ...]
 Shape = tuple[int, ...]

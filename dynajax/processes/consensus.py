@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from dynajax import errors
-from dynajax.engine import _jax_private as private
-from dynajax.engine.spmd import AXIS, Devices, blocks_of, mesh_of, of_this_process, over, rows
+from dynajax.arrays import _jax_private as private
+from dynajax.arrays.spmd import AXIS, Devices, blocks_of, mesh_of, of_this_process, over, rows
 from dynajax.errors import AgreementError, DeadlineError, DynajaxError
 
 _WORDS = 1024

@@ -1,4 +1,4 @@
-"""The one seam of the engine to what JAX does not export. tests/engine/test_jax_private.py tries every name."""
+"""The one seam to what JAX does not export. tests/arrays/test_jax_private.py tries every name."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""What the processes of a job tell each other before they act."""
