@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from dynajax.bytesize import format_bytes, parse_bytes
 from dynajax.cli.plan_state import JobState, StateParts
-from dynajax.meshes import Strategy, Topology
+from dynajax.meshes import Placement, Topology
 from dynajax.planner import (
     Granularity,
     Plan,
@@ -31,6 +32,8 @@ from dynajax.planner import (
 from dynajax.planner.cost.primitives import operations
 
 _WIDTH_WITHOUT_TERMINAL = 110
+_BETWEEN_PLACEMENTS = re.compile(r",(?=\s*(?:\d+\*)?[A-Za-z])")
+"""A comma that no device number follows."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,11 @@ class PlanOptions:
     """
 
     source: Annotated[str, tyro.conf.arg(name="from")] = "tp8.pp4.dp1"
-    """Strategy that runs."""
+    """Placement that runs: a strategy, such as tp8.pp4 or, of several pipelines, tp8|2*tp4; with its devices, if they
+    are not the first: tp8@8-15."""
     target: Annotated[str, tyro.conf.arg(name="to")] = "tp8.pp4.dp2"
-    """Strategy to switch to; several, separated by commas, are ranked by price and the cheapest is shown."""
+    """Placement to switch to, whose ranks are as written if it names devices; several, separated by commas, are ranked
+    by price and the cheapest is shown."""
     model: str = "llama2-70b"
     """Model preset."""
     topology: str = "a800-16x8"
@@ -84,13 +89,13 @@ class PlannedSwitch:
     """A planned switch.
 
     Attributes:
-        target: strategy.
+        target: placement.
         plan: how to get there.
         price: what it costs.
         plan_s: seconds that layouts, rank mapping, plan and price took.
     """
 
-    target: Strategy
+    target: Placement
     plan: Plan
     price: Price
     plan_s: float
@@ -124,23 +129,29 @@ def _parts(options: PlanOptions) -> StateParts:
 
 def plan_switches(state: JobState, options: PlanOptions) -> list[PlannedSwitch]:
     """A plan for each target of the options."""
-    source = Strategy.parse(options.source)
-    targets = [Strategy.parse(part) for part in options.target.split(",")]
-    most = max(s.num_devices for s in (source, *targets))
-    topology = _topology(options.topology, most)
+    source, texts = Placement.parse(options.source), _BETWEEN_PLACEMENTS.split(options.target)
+    targets = [Placement.parse(text) for text in texts]
+    topology = _topology(options.topology, 1 + max(max(p.devices) for p in (source, *targets)))
     budget, granularity = parse_bytes(options.budget), Granularity(options.memory)
     switches: list[PlannedSwitch] = []
-    for target in targets:
+    for text, target in zip(texts, targets, strict=True):
         start = time.perf_counter()
         before, after = state.layout(source), state.layout(target)
-        if options.roles == "assigned":
-            pool = np.arange(max(source.num_devices, target.num_devices))
-            unit = target.size("tp") if options.together == "tp" else coupled_ranks(target, topology)
-            after = renumbered(after, assign_ranks(before, after, topology, pool, unit))
+        if options.roles == "assigned" and "@" not in text:
+            pool = np.union1d(source.devices, target.devices)
+            after = renumbered(after, assign_ranks(before, after, topology, pool, _unit(options, target, topology)))
         plan = build_plan(before, after, budget, topology=topology, granularity=granularity)
         cost = price_plan(plan)
         switches.append(PlannedSwitch(target, plan, cost, time.perf_counter() - start))
     return switches
+
+
+def _unit(options: PlanOptions, target: Placement, topology: Topology) -> int | None:
+    """How many consecutive ranks stay on one node."""
+    sizes = {pipeline.size("tp") for pipeline in target.strategy.pipelines}
+    if options.together == "tp" and len(sizes) == 1:
+        return sizes.pop()
+    return coupled_ranks(target.strategy, topology)
 
 
 def _topology(cluster: str, devices: int) -> Topology:
@@ -157,7 +168,7 @@ def record(options: PlanOptions, state: JobState, switches: list[PlannedSwitch])
         "model": options.model,
         "from": options.source,
         "to": str(switches[0].target),
-        "devices": [Strategy.parse(options.source).num_devices, switches[0].target.num_devices],
+        "devices": [Placement.parse(options.source).num_devices, switches[0].target.num_devices],
         "bytes_total": state.space.nbytes,
         "bytes_retained": plan.bytes_retained,
         "bytes_moved": plan.bytes_moved,

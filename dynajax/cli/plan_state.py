@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import jax.tree_util as jtu
+import numpy as np
 
 from dynajax.errors import DynajaxError, StrategyError
-from dynajax.meshes import Strategy
+from dynajax.meshes import Pipeline, Placement, Strategy
 from dynajax.models.functional import ParameterSpec, parameter_specs
 from dynajax.models.presets import preset
-from dynajax.vps import Layout, Space, Tensor, Tiling, strategy_layout, zero1_layout
+from dynajax.vps import Layout, Space, Tensor, Tiling, flat_layout, strategy_layout, zero1_layout
+from dynajax.vps.tiling import side_by_side
 
 
 @dataclass(frozen=True)
@@ -80,18 +81,21 @@ class JobState:
         experts = getattr(config, "experts", 0)
         return JobState(space, parameters, axes, last, tied, config.layers, experts, config.heads, parts)
 
-    def layout(self, strategy: Strategy) -> Layout:
-        """Who holds what under a strategy, on the devices 0, 1, ….
+    def layout(self, placement: Placement | Strategy) -> Layout:
+        """Who holds what at a placement; a strategy alone takes the devices 0, 1, ….
+
+        Pipelines side by side have replicas of what is not flat; what is flat they share, cut over all their devices.
 
         Raises:
-            StrategyError: the strategy has several pipelines, or does not fit the model.
+            StrategyError: the strategy does not fit the model.
         """
-        self._require_fit(strategy)
+        placement = Placement.parse(placement)
+        for pipeline in placement.strategy.pipelines:
+            self._require_fit(pipeline)
         kinds = {part: self._kind(part) for part, _, _ in _stored(self.parts)}
         of_path: dict[str, dict[str, Tiling]] = {}
         for kind in sorted(set(kinds.values())):
-            place = zero1_layout if kind == "flat" else partial(strategy_layout, tied=self.tied)
-            layout = place(self.parameters, self.axes, strategy, last=self.last)
+            layout = self._flat(placement) if kind == "flat" else self._replicated(placement)
             of_path[kind] = dict(zip((t.path for t in self.parameters), layout.tilings, strict=True))
         tilings: list[Tiling] = []
         for tensor in self.space:
@@ -99,28 +103,39 @@ class JobState:
             tilings.append(of_path[kinds[part]][bracket + rest])
         return Layout(self.space, tuple(tilings))
 
+    def _flat(self, placement: Placement) -> Layout:
+        devices, strategy = np.asarray(placement.devices, np.int64), placement.strategy
+        if strategy.is_homogeneous:
+            return zero1_layout(self.parameters, self.axes, strategy, devices=devices, last=self.last)
+        return flat_layout(self.parameters, self.axes, devices)
+
+    def _replicated(self, placement: Placement) -> Layout:
+        layouts: list[Layout] = []
+        ends = np.cumsum([pipeline.num_devices for pipeline in placement.strategy.pipelines])
+        numbers = np.split(np.asarray(placement.devices, np.int64), ends[:-1])
+        for pipeline, devices in zip(placement.strategy.pipelines, numbers, strict=True):
+            alone = Strategy((pipeline,))
+            layouts.append(
+                strategy_layout(self.parameters, self.axes, alone, devices=devices, last=self.last, tied=self.tied)
+            )
+        return side_by_side(layouts)
+
     def _kind(self, part: str) -> str:
         if part in ("mu", "nu"):
             return self.parts.moments
         return "flat" if part == "master" else "replicated"
 
-    def _require_fit(self, strategy: Strategy) -> None:
-        if not strategy.is_homogeneous:
-            raise StrategyError(
-                f"{strategy} has {len(strategy.pipelines)} pipelines; a model is planned for one, such as "
-                f"{strategy.pipelines[0]}"
-            )
-        pipeline = strategy.pipelines[0]
-        limits = [("pp", strategy.size("pp"), self.layers, "layers"), ("tp", strategy.size("tp"), self.heads, "heads")]
+    def _require_fit(self, pipeline: Pipeline) -> None:
+        limits = [("pp", pipeline.size("pp"), self.layers, "layers"), ("tp", pipeline.size("tp"), self.heads, "heads")]
         if self.experts:
             limits.append(
-                ("ep", pipeline.experts[0] if pipeline.experts else strategy.size("ep"), self.experts, "experts")
+                ("ep", pipeline.experts[0] if pipeline.experts else pipeline.size("ep"), self.experts, "experts")
             )
         elif pipeline.experts:
-            raise StrategyError(f"{strategy}: the model has no experts; leave out the part after the slash")
+            raise StrategyError(f"{pipeline}: the model has no experts; leave out the part after the slash")
         for axis, size, most, what in limits:
             if size > most:
-                raise StrategyError(f"{strategy}: {axis}{size} for {most} {what}; choose {axis}{most} or less")
+                raise StrategyError(f"{pipeline}: {axis}{size} for {most} {what}; choose {axis}{most} or less")
 
 
 def _stored(parts: StateParts) -> list[tuple[str, str, int]]:

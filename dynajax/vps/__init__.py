@@ -1,5 +1,6 @@
 """The virtual parameter space: what state there is, and who holds which part of it (pure)."""
 
+from dynajax.vps.flat import flat_layout as flat_layout
 from dynajax.vps.parts import Block as Block
 from dynajax.vps.parts import Part as Part
 from dynajax.vps.parts import Run as Run

@@ -180,6 +180,21 @@ class Layout:
             tiling.validate(tensor.path)
 
 
+def side_by_side(layouts: Sequence[Layout]) -> Layout:
+    """Layouts of one space on different devices as one: each has a replica. Tensors that share a tiling still do."""
+    if len(layouts) == 1:
+        return layouts[0]
+    made: dict[tuple[int, ...], Tiling] = {}
+    chosen: list[Tiling] = []
+    for tilings in zip(*(layout.tilings for layout in layouts), strict=True):
+        key = tuple(map(id, tilings))
+        if key not in made:
+            holder, region = np.concatenate([t.holder for t in tilings]), concatenate([t.region for t in tilings])
+            made[key] = Tiling(tilings[0].shape, holder, region)
+        chosen.append(made[key])
+    return Layout(layouts[0].space, tuple(chosen))
+
+
 def segment_sum(index: Ints, values: Ints, length: int) -> Ints:
     """Exact int64 sums of ``values`` by ``index`` (``np.bincount`` would go through float64)."""
     out = np.zeros(length, np.int64)

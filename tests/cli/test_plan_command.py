@@ -54,6 +54,37 @@ def test_the_same_question_has_the_same_digest(capsys):
     assert one != answer(capsys, model="llama-7b", source="tp8", target="dp2.tp4", budget="1GB")["digest"]
 
 
+def test_a_target_that_names_devices_is_planned_as_written(capsys):
+    options = {"model": "gpt3-xl", "source": "tp4.pp2"}
+    there = answer(capsys, target="tp4.pp2@8-15", verify=True, **options)
+    assert there["bytes_retained"] == 0
+    assert there["bytes_moved"] == there["bytes_lower_bound"] >= there["bytes_total"]
+    reversed_ranks = answer(capsys, target="tp4.pp2@7-0", **options)
+    assert reversed_ranks["bytes_retained"] == 0
+    back = answer(capsys, model="gpt3-xl", source="tp4.pp2@8-15", target="tp4.pp2@8-15")
+    assert back["bytes_moved"] == 0
+    # Without names ranks go where the state is, which is not among the first devices.
+    assert answer(capsys, model="gpt3-xl", source="tp4.pp2@8-15", target="tp4.pp2")["bytes_moved"] == 0
+
+
+def test_a_list_of_targets_may_name_devices(capsys):
+    said = answer(capsys, model="gpt3-xl", source="tp4", target="tp4@0,2,4,6, 2*tp2 ,tp2|dp1@7,5-6")
+    assert {r["to"] for r in said["ranking"]} == {"tp4@0,2,4,6", "tp2|tp2", "tp2|dp1@7,5-6"}
+
+
+@pytest.mark.parametrize("ends", [("tp4.pp2", "tp4|2*tp2"), ("tp4|pp2.tp2", "tp4.pp2"), ("tp4|2*tp2", "pp2.tp2|tp4")])
+def test_unlike_pipelines_on_either_side(capsys, ends):
+    options = {"model": "gpt3-xl", "moments": "replicated", "weights": True, "verify": True}
+    said = answer(capsys, source=ends[0], target=ends[1], **options)
+    assert said["devices"] == [8, 8]
+    assert said["bytes_moved"] == said["bytes_lower_bound"] > 0
+    assert said["verified"] is True
+    total, pipelines = said["bytes_total"], ends[1].count("|") + ends[1].count("*") + 1
+    flat = total * 4 // 14  # of 4 + 8 + 2 bytes a parameter the master alone is shared by pipelines
+    needed = flat + (total - flat) * pipelines
+    assert said["bytes_retained"] + said["bytes_moved"] == pytest.approx(needed, rel=0.1)
+
+
 def test_several_targets_are_ranked(capsys):
     said = answer(capsys, source="tp8.pp4.dp2", target="tp4.pp4.dp4,tp8.pp2.dp4", saves=0.01, steps=100)
     assert [r["to"] for r in said["ranking"]] == ["tp8.pp2.dp4", "tp4.pp4.dp4"]
@@ -131,7 +162,8 @@ def test_the_page_knows_who_holds_which_layer():
         ({"target": "tp8.pp8.dp4"}, TopologyError, "256 devices are asked for"),
         ({"topology": "pcie4"}, TopologyError, "64 devices are asked for"),
         ({"topology": "nowhere"}, TopologyError, "there is no topology"),
-        ({"target": "tp8|tp8"}, StrategyError, "2 pipelines"),
+        ({"target": "tp8@0-6"}, StrategyError, "tp8 needs 8 devices and is put on 7"),
+        ({"target": "tp8|pp81", "topology": "h100"}, StrategyError, "pp81 for 80 layers"),
         ({"target": "pp81", "topology": "h100"}, StrategyError, "pp81 for 80 layers; choose pp80 or less"),
         ({"target": "tp8.pp4/ep2"}, StrategyError, "has no experts"),
         ({"model": "qwen3-30b-a3b", "target": "ep128.tp2", "topology": "h100"}, None, ""),

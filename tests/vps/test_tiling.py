@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec
 
 from dynajax.errors import LayoutError
 from dynajax.vps import Layout, Space, Tensor, Tiling, blocks, box, interval, mesh_tiling, stored_tiling
-from dynajax.vps.tiling import segment_sum
+from dynajax.vps.tiling import segment_sum, side_by_side
 
 
 def test_flat_slices_with_padding_keep_their_logical_elements():
@@ -17,6 +17,20 @@ def test_flat_slices_with_padding_keep_their_logical_elements():
         tiling = Tiling.of_regions((57,), regions)
         tiling.validate()
         assert tiling.elements(parts).sum() == 57
+
+
+def test_layouts_side_by_side_are_replicas_that_share_tilings_where_both_do():
+    space = Space(tuple(Tensor(name, (4,), "float32", 4) for name in "ab"))
+    halves = mesh_tiling((4,), {"x": 2}, PartitionSpec("x"), np.array([5, 2]))
+    whole = [mesh_tiling((4,), {"x": 1}, PartitionSpec(), np.array([d])) for d in (0, 0)]
+    one, two = Layout(space, (halves, halves)), Layout(space, (whole[0], whole[0]))
+    both = side_by_side([one, two])
+    assert both.tilings[0] is both.tilings[1]
+    assert both.tilings[0].holder.tolist() == [5, 2, 0]
+    assert both.tilings[0].region.hi.ravel().tolist() == [2, 4, 4]
+    assert side_by_side([one]) is one
+    apart = side_by_side([one, Layout(space, (whole[0], whole[1]))])
+    assert apart.tilings[0] is not apart.tilings[1]
 
 
 def test_a_hole_an_overhang_and_a_double_hold_are_refused():

@@ -12,6 +12,7 @@ then swaps units of two nodes while that keeps more (``planner.ranks.local_searc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from dynajax.errors import LayoutError
-from dynajax.meshes import Strategy, Topology
+from dynajax.meshes import Pipeline, Strategy, Topology
 from dynajax.planner.diff import Demand, diff
 from dynajax.planner.ranks.local_search import HOME, CommonBytes, positions, swap_units
 from dynajax.types import Ints
@@ -72,16 +73,24 @@ def assign_ranks(
     return chosen
 
 
-def coupled_ranks(strategy: Strategy, topology: Topology) -> int:
-    """How many consecutive ranks of a strategy of one pipeline talk in every layer, and so should stay on one node.
+def coupled_ranks(strategy: Strategy, topology: Topology) -> int | None:
+    """How many consecutive ranks of a strategy talk in every layer, and so should stay on one node.
 
-    They are the groups of experts if these fit a node, else those that share a sequence, else tensor-parallel ones.
+    They are the groups of experts if these fit a node, else those that share a sequence, else tensor-parallel ones. Of
+    several pipelines it is the least number that keeps the groups of all together; None if only whole nodes do.
     """
-    sizes, own = strategy.mesh_shape(), strategy.pipelines[0].experts
-    sequence = sizes["cp"] * sizes["tp"]
-    widths = (own[0] * own[1] if own else sizes["ep"] * sequence, sequence)
     node = int(np.bincount(topology.node).max())
-    return max((w for w in widths if w <= node), default=sizes["tp"])
+    widths = [_coupled(pipeline, node) for pipeline in strategy.pipelines]
+    first = np.cumsum([0, *(pipeline.num_devices for pipeline in strategy.pipelines)])[:-1]
+    together = math.lcm(*widths)
+    return together if together <= max(node, *widths) and not (first % widths).any() else None
+
+
+def _coupled(pipeline: Pipeline, node: int) -> int:
+    sequence = pipeline.size("cp") * pipeline.size("tp")
+    own = pipeline.experts
+    widths = (own[0] * own[1] if own else pipeline.size("ep") * sequence, sequence)
+    return max((w for w in widths if w <= node), default=pipeline.size("tp"))
 
 
 def renumbered(layout: Layout, devices: Ints) -> Layout:

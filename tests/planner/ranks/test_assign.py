@@ -119,6 +119,10 @@ def test_experts_stay_where_their_weights_are_if_only_tensor_groups_must_stay_to
         ("cp2.tp2.dp8", 4),
         ("ep4.cp2.dp8", 8),
         ("tp16.pp2", 16),
+        ("tp8|2*tp4", 8),
+        ("pp2.tp4|8*dp1", 4),
+        ("tp2|tp4", None),
+        ("tp6|tp4", None),
     ],
 )
 def test_ranks_that_talk_in_every_layer_are_close(strategy, ranks):
