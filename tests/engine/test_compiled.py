@@ -12,7 +12,8 @@ from engine.states import P, live_bytes, mesh
 from jax.sharding import NamedSharding
 
 import dynajax as dj
-from dynajax.engine import Bundle, Repeat
+from dynajax.engine import Bundle, prepare_reshard
+from dynajax.engine.compiled import programs_compiled
 from dynajax.engine.transport import Path
 from dynajax.errors import TargetError
 from dynajax.vps import bucket_parts
@@ -51,7 +52,7 @@ def _bits(tree: Any) -> list[tuple[int, bytes]]:
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("target", [_on("tp8 reversed", P(None, "tp")), _on("dp2.tp4", P("tp"))])
 def test_every_call_gives_what_a_reshard_gives(dtype: Any, target: NamedSharding, path: Path) -> None:
-    there = Repeat.of(_source(0, dtype), _tensors(target), stored=_buckets(), path=path)
+    there = prepare_reshard(_source(0, dtype), _tensors(target), stored=_buckets(), path=path)
     back = None
     for seed in range(3):
         tree = _source(seed, dtype)
@@ -64,7 +65,7 @@ def test_every_call_gives_what_a_reshard_gives(dtype: Any, target: NamedSharding
         assert report.bytes_moved == report.bytes_lower_bound
         assert (report.path, report.compile_s) == (path, 0)
         assert report.peak_extra_bytes <= report.budget_bytes
-        back = back or Repeat.of(jax.tree.map(_like, moved), _buckets(), stored=_tensors(target), path=path)
+        back = back or prepare_reshard(jax.tree.map(_like, moved), _buckets(), stored=_tensors(target), path=path)
         again, _ = back(moved)
         assert _bits(again) == _bits(dj.reshard(moved, _buckets(), stored=_tensors(target))[0])
 
@@ -74,7 +75,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def test_calls_leave_the_source_and_each_other_alone() -> None:
-    move = Repeat.of(_source(0, np.float32), _tensors(_on("tp8", P("tp"))), stored=_buckets())
+    move = prepare_reshard(_source(0, np.float32), _tensors(_on("tp8", P("tp"))), stored=_buckets())
     move(_source(0, np.float32))
     before = live_bytes()
     one, two = _source(1, np.float32), _source(2, np.float32)
@@ -89,7 +90,7 @@ def test_calls_leave_the_source_and_each_other_alone() -> None:
 
 def test_what_was_not_planned_for_is_refused() -> None:
     tree = _source(0, np.float32)
-    move = Repeat.of(tree, _tensors(_on("tp8", P("tp"))), stored=_buckets())
+    move = prepare_reshard(tree, _tensors(_on("tp8", P("tp"))), stored=_buckets())
     gone = [jnp.copy(x) for x in tree]
     gone[1].delete()
     elsewhere = [tree[0], jax.device_put(tree[1], _on("tp8", P()))]
@@ -104,5 +105,25 @@ def test_what_was_not_planned_for_is_refused() -> None:
         with pytest.raises(TargetError, match=message) as error:
             move(wrong)
         assert "\n" not in str(error.value)
-    with pytest.raises(TargetError, match="each at one place"):
-        Repeat.of({"a": tree[0], "b": tree[0]}, {"a": tree[0].sharding, "b": tree[1].sharding})
+    twice = prepare_reshard({"a": tree[0], "b": tree[0]}, {"a": tree[0].sharding, "b": tree[1].sharding})
+    with pytest.raises(TargetError, match="planned for one array at several places"):
+        twice({"a": tree[0], "b": jnp.copy(tree[0])})
+    plan = dj.plan_reshard(tree, _tensors(_on("tp8", P("tp"))), stored=_buckets())
+    with pytest.raises(TargetError, match="made for another state or other targets"):
+        prepare_reshard(tree, _tensors(_on("dp2.tp4", P("tp"))), stored=_buckets(), plan=plan)
+
+
+@pytest.mark.parametrize("commit", ["staged", "safe"])
+def test_a_prepared_move_gives_up_what_it_was_planned_to(commit: Any, path: Path) -> None:
+    goal = _tensors(_on("tp8", P("tp")))
+    move = prepare_reshard(_source(0, np.float32), goal, stored=_buckets(), donate=True, commit=commit, path=path)
+    before = programs_compiled()
+    for seed in range(2):
+        tree = _source(seed, np.float32)
+        want = _bits(dj.reshard(tree, goal, stored=_buckets())[0])
+        moved, report = move(tree, check=seed == 1, snapshot="there")
+        assert _bits(moved) == want
+        assert all(x.is_deleted() for x in tree)
+        assert (report.commit, report.snapshot, report.compile_s) == (commit, "there", 0)
+    assert programs_compiled() == before
+    assert move.ownership.value == commit

@@ -12,11 +12,13 @@ from engine.states import P
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import dynajax as dj
-from dynajax.engine import Stored, programs, xla
+from dynajax.engine import Bundle, Stored
+from dynajax.engine.shared_memory import transport as shared_memory
 from dynajax.engine.transport import Path
-from dynajax.engine.waves import words_and_grain
+from dynajax.engine.xla import bodies, programs
 from dynajax.errors import CheckError, TargetError
 from dynajax.meshes import Tier, Topology
+from dynajax.vps import Run
 
 EXPLICIT = (AxisType.Explicit,) * 2
 
@@ -57,7 +59,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16, np.int8, np.complex64])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float8_e4m3fn, np.int8, np.complex64])
 @pytest.mark.parametrize("before", SOURCES)
 @pytest.mark.parametrize("after", TARGETS)
 def test_parts_are_summed_in_the_order_of_their_devices(dtype: Any, before: str, after: str, path: Path) -> None:
@@ -111,27 +113,35 @@ def test_sums_are_passed_on_inside_nodes_and_into_padding(path: Path) -> None:
     _assert_is(moved, np.pad(want, [(0, 2), (0, 0)]))
 
 
-def test_a_sum_that_is_wrong_is_found_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    array, want = _parts(SOURCES["all summed"], (48, 64), np.float32)
-    unpack = programs.unpack
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_sums_into_a_flat_bucket_in_the_middle_of_padding(dtype: Any, path: Path) -> None:
+    array, sums = _parts(SOURCES["rows, summed over the rest"], (12, 40), dtype)
+    bucket = Bundle(NamedSharding(_mesh(range(5), 1), P("x")), (500,), (Run("['w']", (12, 40), 0, 480, 10),))
+    moved, _ = dj.reshard({"w": array}, {"flat": bucket}, check=True, path=path)
+    _assert_is(moved["flat"], np.pad(sums.ravel(), (10, 10)))
+
+
+def test_large_sums_are_cut_between_threads_and_stay_in_order(path: Path) -> None:
+    """Seven megabytes a part: more than one batch, and float32 sums that depend on their order."""
+    array, want = _parts(SOURCES["all summed"], (1200, 1500), np.float32)
+    for _ in range(2):
+        _assert_is(dj.reshard(array, TARGETS["copies"], path=path)[0], want)
+
+
+def test_a_sum_that_is_wrong_is_found_when_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of all parts but the last, made by a program of this shape alone."""
+    array, want = _parts(SOURCES["all summed"], (46, 62), np.float32)
+    copy, summed = shared_memory._copy_batch, bodies._summed
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "unpack", lambda *key: unpack(*key[:-1]))
+        first = lambda batch: [(number, [box for box in boxes if not box.added]) for number, boxes in batch]  # noqa: E731
+        patch.setattr(shared_memory, "_copy_batch", lambda batch, buffers: copy(first(batch), buffers))
+        patch.setattr(bodies, "_summed", lambda parts, dtype: summed(parts[:-1], dtype))
         with pytest.raises(CheckError, match=r"the bytes that .* holds are not those of its source"):
-            dj.reshard(array, TARGETS["rows"], check=True, path="xla")
-    moved, _ = dj.reshard(array, TARGETS["rows"], check=True, path="xla")
+            dj.reshard(array, TARGETS["copies"], check=True, path=path)
+    programs._on.cache_clear()
+    programs._anywhere.cache_clear()
+    moved, _ = dj.reshard(array, TARGETS["copies"], check=True, path=path)
     _assert_is(moved, want)
-
-
-def test_adding_stays_within_what_is_planned_for_programs() -> None:
-    budget, devices = 2**22, tuple(jax.devices()[:8])
-    buckets = xla.buckets_within(budget, len(devices))
-    for dtype, run in ((np.float32, 4), (np.float32, 64), (np.uint8, 64)):
-        words, grain = words_and_grain(np.dtype(dtype), run, buckets.words)
-        hold = programs.Hold((buckets.total, 8), words, grain)
-        program = programs.unpack(devices, hold, buckets, buckets.words, words)
-        area = 4 * buckets.total
-        beside = program.memory_analysis().temp_size_in_bytes + 3 * area + area // grain
-        assert beside <= xla.overhead(budget, len(devices))
 
 
 def test_what_cannot_be_summed_or_made_is_refused() -> None:

@@ -29,6 +29,8 @@ def by_collective(copies: Copies, read: Slices, filled: Slices, whole: Exchange,
         room: bytes that a device may need beside them.
     """
     devices = whole.devices
+    if len(whole.source) != len(whole.target):
+        return None
     pairs = np.unique(copies.source * devices + copies.target)
     sizes = np.concatenate([read.size, filled.size])
     complete = len(pairs) == len(copies.source) == devices**2

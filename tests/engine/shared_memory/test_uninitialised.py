@@ -12,9 +12,11 @@ from engine.states import P, assert_same_bits, mesh
 from jax.sharding import NamedSharding
 
 import dynajax as dj
-from dynajax.engine import prepare_reshard, programs, shared_memory, uninitialised
-from dynajax.engine.batches import batches
+from dynajax.engine import prepare_reshard
+from dynajax.engine.shared_memory import transport as shared_memory
+from dynajax.engine.shared_memory import uninitialised
 from dynajax.engine.transport import Path
+from dynajax.engine.xla import programs
 
 SIDE = 512
 
@@ -64,8 +66,8 @@ def test_the_next_step_donates_in_place(target: str, path: Path) -> None:
 
 def test_a_prepared_move_compiles_nothing(compiles: list[str], path: Path) -> None:
     uninitialised.allocator.cache_clear()
-    for program in programs.PROGRAMS:
-        program.cache_clear()
+    for slots in (programs._on, programs._anywhere):
+        slots.cache_clear()
     source = {k: jax.block_until_ready(jax.device_put(v, _on("tp8")[k])) for k, v in _host().items()}
     shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in source.items()}
     budget = {"shared memory": "300KB", "xla": "600KB"}[path]
@@ -97,13 +99,6 @@ def test_shards_that_move_whole_are_copied_by_jax_into_memory_of_its_own(monkeyp
     large = [s.data for x in moved.values() for s in x.addressable_shards if s.data.nbytes >= 2**15]
     assert large
     assert not pointers & {s.unsafe_buffer_pointer() for s in large}
-
-
-def test_few_programs_serve_every_count() -> None:
-    for count in range(200):
-        calls = batches(count)
-        assert sum(calls) == count
-        assert set(calls) <= {1, 2, 4, 8, 16}
 
 
 @pytest.mark.parametrize("count", [1, 5])

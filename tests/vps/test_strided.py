@@ -1,4 +1,4 @@
-"""Boxes that become fewer still copy the same bytes, and each of their parts is of bounded size."""
+"""Strided copies that become fewer still copy the same bytes, and each of their parts is of bounded size."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynajax.engine.boxes import Box, Boxes
+from dynajax.vps.strided import StridedCopies, StridedCopy
 
 WORD = np.dtype(np.uint16)
 
 
-def _boxes(rows: list[tuple[int, int, tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...]]]) -> Boxes:
+def _boxes(rows: list[tuple[int, int, tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...]]]) -> StridedCopies:
     filled, read, extent, to, to_stride, origin, origin_stride = map(np.asarray, zip(*rows, strict=True))
     zero = np.zeros(len(rows), np.int64)
-    return Boxes(np.stack([zero, zero, filled, read], 1), extent, to, to_stride, origin, origin_stride)
+    return StridedCopies(np.stack([zero, zero, filled, read], 1), extent, to, to_stride, origin, origin_stride)
 
 
-def _copied(boxes: Boxes, room: int, most: int = 1 << 30) -> list[Any]:
+def _copied(boxes: StridedCopies, room: int, most: int = 1 << 30) -> list[Any]:
     """Two buffers filled from two others, each byte of which says where it is from."""
     rng = np.random.default_rng(0)
     buffers = [np.zeros(room, np.uint8) for _ in range(2)] + [rng.integers(0, 256, room, np.uint8) for _ in range(2)]
@@ -66,7 +66,7 @@ def test_boxes_anywhere_copy_the_same(at: list[tuple[int, int, int]]) -> None:
 
 
 def test_parts_of_a_large_box_are_as_small_as_asked() -> None:
-    box = Box(0, 0, np.dtype(np.float32), (3, 1000, 5), 0, (20_000, 20, 4), 0, (20_000, 20, 4), 0)
+    box = StridedCopy(0, 0, np.dtype(np.float32), (3, 1000, 5), 0, (20_000, 20, 4), 0, (20_000, 20, 4), 0)
     parts = list(box.cut(4096))
     assert max(part.nbytes for part in parts) <= 4096 + 60
     assert sum(part.nbytes for part in parts) == box.nbytes == 60_000
