@@ -324,8 +324,8 @@ def _repeated(
     for array in sources:
         leaf = leaves[array.end.index]
         alike = known.setdefault(_identity(leaf) if alone else id(leaf), [])
-        same = [a for a in alike if a.end.stored == array.end.stored and _shares_all(leaves[a.end.index], leaf)]
-        if same and is_regrouped:
+        same = [a for a in alike if _shares_all(leaves[a.end.index], leaf)]
+        if same and (is_regrouped or same[0].end.stored != array.end.stored):
             raise TargetError(f"{array.path}: one array is at two places of the state; give each its own copy")
         first[array.end.index] = same[0] if same else array
         alike += [] if same else [array]

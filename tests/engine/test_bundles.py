@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 
 import dynajax as dj
-from dynajax.arrays.host_view import bytes_of
-from dynajax.engine import Bundle, Stored, prepare_reshard, uninitialised
-from dynajax.engine.places import Places, layouts
-from dynajax.engine.regroup import read
+from dynajax.arrays.host_view import bytes_of_each
+from dynajax.engine import Bundle, Stored, prepare_reshard
+from dynajax.engine.memories import Memories, layouts
+from dynajax.engine.request import read
+from dynajax.engine.shared_memory import uninitialised
 from dynajax.engine.transport import PATHS, Path
 from dynajax.errors import BudgetError, CheckError, TargetError
 from dynajax.meshes import Tier, Topology
@@ -399,6 +400,20 @@ def test_a_plan_needs_shapes_only_and_fits_the_move(path: Path) -> None:
         dj.reshard([placed(b, tensors) for b in other], target, plan=plan, stored=other, path=path)
 
 
+def test_a_none_of_both_trees_is_part_of_the_result(path: Path) -> None:
+    """As where optax masks a leaf: the tree of targets is written out whole, and has None where the state has."""
+    tensors = numbered({"['w']": (8, 4)})
+    bucket = Bundle(on([0, 1], P("x")), (32,), (Run("['w']", (8, 4), 0, 32, 0),))
+    tree = {"w": placed(bucket, tensors), "masked": None, "count": np.int32(3), "stays": jnp.ones(2)}
+    said = {"w": bucket, "masked": None, "count": None, "stays": None}
+    target = {"w": on([3], P()), "masked": None, "count": None, "stays": None}
+    moved, _ = dj.reshard(tree, target, stored=said, check=True, path=path)
+    assert moved["masked"] is None
+    assert moved["stays"] is tree["stays"]
+    assert moved["count"] == 3
+    assert np.array_equal(moved["w"], tensors["['w']"])
+
+
 def test_large_targets_can_be_donated_and_preparing_compiles_them(path: Path) -> None:
     """Two flat buckets of 640 KB become three matrices that the next step reuses in place."""
     shapes = {f"['{k}']": (256, 400) for k in range(3)}
@@ -424,11 +439,11 @@ def test_what_a_plan_for_nodes_relays_is_passed_on(path: Path) -> None:
     buckets = flat([100, 84], [on([0, 1], P("x")), on([1], P())])
     target = plain(on([4, 5, 6, 7], P("x")))
     tree = [placed(b, tensors) for b in buckets]
-    leaves, _, _ = read(tree, target, buckets)
-    places = Places.of(end.stored.sharding for leaf in leaves for end in (*leaf.sources, *leaf.targets))
+    request = read(tree, target, buckets)
+    memories = Memories.of_request(request)
     tiers = [(Tier("memory", 1e9, 0), 1), (Tier("node", 1e9, 0), 2), (Tier("all", 1e8, 0), 0)]
-    topology = Topology.regular("pairs", tiers, len(places.places))
-    plan = build_plan(*layouts(leaves, places), 10**6, topology=topology)
+    topology = Topology.regular("pairs", tiers, len(memories.listed))
+    plan = build_plan(*layouts(request, memories), 10**6, False, topology=topology)
     assert any(move.copies.relayed.any() for move in plan.moves)
     verify(plan)
     moved, _ = dj.reshard(tree, target, stored=buckets, plan=plan, check=True, path=path)
@@ -441,7 +456,7 @@ def test_padding_of_large_targets_is_zero_whatever_lay_in_their_memory(monkeypat
     def dirty(*args: Any) -> list[list[jax.Array]]:
         made = allocate(*args)
         for shard in (shard for shards in made for shard in shards):
-            bytes_of(shard)[...] = 0xA5
+            bytes_of_each([shard])[0][...] = 0xA5
         return made
 
     monkeypatch.setattr(uninitialised, "allocate", dirty)

@@ -57,10 +57,11 @@ class Steps:
     @cached_property
     def is_copied(self) -> bool:
         """Whether shards move as they are, which in one process takes no program."""
-        cuts = [cut for message in self.exchange.messages for cut in message.cuts]
-        whole = all(c.read.size == self.exchange.source and c.filled.size == self.exchange.target for c in cuts)
+        messages = self.exchange.messages
+        whole = all(c.read.size == self.exchange.source == self.exchange.target for m in messages for c in m.cuts)
         simple = self.is_here and self.layout is None and not (self.carried or self.is_open or self.part.shifts)
-        return simple and whole and self._has_one_cut_each(self.exchange)
+        reached = sorted(k for message in messages for k in message.receivers) == sorted(self.receivers)
+        return simple and whole and reached and self._has_one_cut_each(self.exchange)
 
     @property
     def need(self) -> int:
@@ -91,10 +92,11 @@ class Steps:
     @cached_property
     def place(self) -> Placed | None:
         """What puts messages in their places; None if each receiver gets one, its target shard as it is."""
-        half = self.split.placed
-        whole = all(c.filled.size == half.exchange.target for m in half.exchange.messages for c in m.cuts)
-        alone = len(half.exchange.messages) == 1 and not self.carried and not half.exchange.sums
-        if self.is_copied or (whole and alone and self._is_untouched(half.exchange)):
+        half, target = self.split.placed, self.exchange.target
+        whole = all(c.read.size == c.filled.size == target for m in half.exchange.messages for c in m.cuts)
+        alone = [len(m.receivers) for m in half.exchange.messages] == [len(half.devices)]
+        begun = self.carried or bool(half.exchange.sums)
+        if self.is_copied or (whole and alone and not begun and self._is_untouched(half.exchange)):
             return None
         program = Program(Step.PLACE, half.exchange, self.count, self.carried, self.is_open)
         return replace(program, shifts=len(self.part.shifts)), self.of(half.devices)
