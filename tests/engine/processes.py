@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import sys
 import time
@@ -23,7 +22,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import dynajax as dj
-from dynajax.engine import Bundle, Repeat, Stored, prepare_reshard, xla
+from dynajax.engine import Bundle, Stored, prepare_reshard
+from dynajax.engine.compiled import programs_compiled
+from dynajax.engine.xla import transport as xla
 from dynajax.meshes import Tier, Topology
 from dynajax.vps import bucket_parts
 
@@ -249,37 +250,22 @@ def nodes() -> None:
     assert_same_bits(moved, want)
 
 
-def one_exchange_program() -> None:
-    """One program with an exchange for all moves between the same devices, and none when all is prepared."""
-    found: list[str] = []
-    log = logging.Handler()
-    log.emit = lambda record: found.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
-    logging.getLogger("jax").addHandler(log)
-    try:
-        with jax.log_compiles():
-            xla.programs.exchange.cache_clear()
-            counts = []
-            for before, after in (("rows", "columns"), ("both, permuted", "rows"), ("two processes", "columns")):
-                want = values()
-                dj.reshard(put(want, layout(before, want)), layout(after, want), budget="256KB")
-                lines = [line for line in found if "Finished XLA compilation" in line]
-                counts.append(sum("dynajax_exchange" in line for line in lines))
-            assert counts == [1, 1, 1], counts
-            assert len(lines) > 1
-    finally:
-        logging.getLogger("jax").removeHandler(log)
+def prepared_moves_compile_nothing() -> None:
+    """All that a move needs is compiled when it is prepared, in every process for its own devices."""
     want = {"new": np.zeros((36, 6), np.float32)}
     tree, target = put(want, on([1, 0, 5], P("x"))), on([2, 0, 5], P("x"))
     plan = dj.plan_reshard(tree, target)
     prepare_reshard(tree, target, plan=plan)
+    before = programs_compiled()
     _, report = dj.reshard(tree, target, plan=plan)
     assert report.compile_s == 0
+    assert programs_compiled() == before
 
 
 def peak_of_live_buffers() -> None:
     """What lives on this process's devices while the engine works, at its fullest moments."""
     want = {str(k): np.full((48, 48), k, np.float32) for k in range(40)}
-    originals = {name: getattr(xla.Xla, name) for name in ("fill", "_pack", "_unpack")}
+    originals = {name: getattr(xla.XlaFilling, name) for name in ("fill", "_run")}
     for donate in (True, False):
         gc.collect()
         other = live_bytes()
@@ -296,10 +282,10 @@ def peak_of_live_buffers() -> None:
             return call
 
         for name in originals:
-            setattr(xla.Xla, name, watched(name))
+            setattr(xla.XlaFilling, name, watched(name))
         moved, report = dj.reshard(tree, on(range(6), P(None, "x")), donate=donate, budget=BUDGET)
         for name, original in originals.items():
-            setattr(xla.Xla, name, original)
+            setattr(xla.XlaFilling, name, original)
         assert_same_bits(moved, want)
         after, base = live_bytes(moved), max if donate else sum
         extra = max(peak - base([before.get(d, 0), after.get(d, 0)]) for d, peak in peaks.items())
@@ -357,13 +343,13 @@ def repeats() -> list[str]:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     like = jax.tree.map(stand_in, values(), start)
-    move = Repeat.of(like, end)
+    move = prepare_reshard(like, end)
     for seed in range(3):
         moved, report = move(put(values(seed), start, absent=True))
         assert_same_bits(moved, values(seed))
         assert report.bytes_moved == report.bytes_lower_bound == bytes_not_held(values(seed), start, end)
         assert report.compile_s == 0
-    other = Repeat.of(like, layout("rows", values()) if rank == 1 else end)
+    other = prepare_reshard(like, layout("rows", values()) if rank == 1 else end)
     return [raised(lambda: other(put(values(), start)))]
 
 
@@ -371,19 +357,20 @@ def changed_bytes() -> list[str]:
     """A byte that changes on its way to process 1 is found by all, and so are replicas that differ."""
     want = {"a": np.arange(96, dtype=np.float32), "b": np.arange(24, dtype=np.int32)}
     tree, target = put(want, on(range(4), P("x"))), on([5, 4, 3, 2, 1, 0], P("x"))
-    exchange = xla.Xla._exchange
+    finished = xla.XlaFilling._finished
 
-    def damaged(self: Any, wave: Any) -> None:
-        exchange(self, wave)
+    def damaged(self: Any, finish: Any) -> Any:
+        shards = finished(self, finish)
         if jax.process_index() == 1:
-            self._area = {d: jax.block_until_ready(x ^ 0x100) for d, x in self._area.items()}
+            return {n: x + np.ones((), x.dtype) for n, x in shards.items()}
+        return shards
 
     found = []
-    xla.Xla._exchange = damaged
+    xla.XlaFilling._finished = damaged
     for settings in ({"check": True}, {"donate": True, "commit": "safe"}):
         found.append(raised(lambda s=settings: dj.reshard(tree, target, **cast(Any, s))))
         assert_same_bits(tree, want)
-    xla.Xla._exchange = exchange
+    xla.XlaFilling._finished = finished
     moved, _ = dj.reshard(tree, target, donate=True, commit="safe")
     assert_same_bits(moved, want)
     unequal = jax.make_array_from_callback(
@@ -411,8 +398,8 @@ def absences() -> list[str]:
 
 
 CASES: list[Callable[[], list[str] | None]] = [
-    moves, kept_buffers_stay, padding_and_weak_types, sums, buckets, repeated_arrays, nodes, one_exchange_program,
-    peak_of_live_buffers, random_switches, disagreements, repeats, changed_bytes,
+    moves, kept_buffers_stay, padding_and_weak_types, sums, buckets, repeated_arrays, nodes,
+    prepared_moves_compile_nothing, peak_of_live_buffers, random_switches, disagreements, repeats, changed_bytes,
 ]  # fmt: skip
 
 
