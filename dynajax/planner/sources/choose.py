@@ -66,8 +66,11 @@ def choose_sources(geometries: Sequence[Geometry], devices: int, topology: Topol
     picks = balance_load([r.requests for r in open_routes], weights, devices)
     routes: list[list[Route]] = []
     for open_route, variant, picked in zip(open_routes, variants, picks, strict=True):
-        made = [open_route.route(pick) for pick in picked]
-        routes.append([made[k] for k in variant.tolist()])
+        made: dict[bytes, Route] = {}
+        for pick in picked:
+            if pick.tobytes() not in made:
+                made[pick.tobytes()] = open_route.route(pick)
+        routes.append([made[picked[k].tobytes()] for k in variant.tolist()])
     return routes
 
 
@@ -167,7 +170,16 @@ class _Copying:
         count = np.concatenate([*(c for _, _, c, _ in self._asked), size[several]])
         ports = (*(np.full(len(a), p) for a, _, _, p in self._asked), np.full(len(several), RECEIVE_ABROAD))
         self._asker, self._several = asker, several
-        return Requests.of(devices, begin, count, np.concatenate(ports), self._demand.volumes[self._piece[asker]])
+        volumes, own = self._demand.volumes[self._piece], self._row >= 0
+        return Requests.of(
+            devices,
+            begin,
+            count,
+            np.concatenate(ports),
+            volumes[asker],
+            self._device[asker],
+            np.stack([self._device[own], volumes[own]]),
+        )
 
     def route(self, pick: Ints) -> Route:
         """The route when request ``k`` is given to its candidate number ``pick[k]``."""

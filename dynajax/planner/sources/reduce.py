@@ -66,6 +66,8 @@ class Reduction:
             count,
             np.full(len(groups), RECEIVE_ABROAD),
             demand.volumes[piece] * parts,
+            device[self._candidates[begin]],
+            np.zeros((2, 0), np.int64),
         )
 
     def route(self, pick: Ints) -> Route:

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from planner.random_layouts import TIERS, held, layout_pairs, topologies
+from planner.random_layouts import TIERS, end_to_end, held, layout_pairs, topologies
 from scipy.optimize import linprog
 
 from dynajax.errors import TopologyError
 from dynajax.meshes import Topology
 from dynajax.planner import build_plan, verify
 from dynajax.vps import Layout, Space, Tensor, Tiling, interval, mesh_tiling
+from dynajax.vps.tiling import segment_sum
 
 P = PartitionSpec
 AMPLE = 2**60
@@ -85,48 +86,89 @@ def test_a_replica_on_the_own_node_is_not_fetched_from_another():
     assert build_plan(source, target, AMPLE, topology=topology).bytes_inter_node == 0
 
 
-def least_load(source, target, itemsizes):
-    """The least possible largest sender load, as a linear programme over fractions of pieces."""
-    choices, rows = [], []
-    for before, after, itemsize in zip(source.tilings, target.tilings, itemsizes, strict=True):
-        lo, hi = after.region.lo, after.region.hi
-        for k in range(after.region.count):
-            device = int(after.holder[k])
-            for piece in np.argwhere(held(after, device) & ~held(before, device)):
-                inside = (lo[k] <= piece).all() and (piece < hi[k]).all()
-                if inside:
-                    holders = [d for d in before.devices.tolist() if held(before, d)[tuple(piece)]]
-                    choices.append((itemsize, holders))
-    devices = max(t.devices[-1] for t in source.tilings) + 1
-    columns = [(k, d) for k, (_, holders) in enumerate(choices) for d in holders]
-    cost = np.append(np.zeros(len(columns)), 1.0)
-    whole = np.zeros((len(choices), len(columns) + 1))
-    load = np.zeros((devices, len(columns) + 1))
+def least_load(before, after):
+    """The least possible largest sender load, in elements, as a linear programme over fractions of elements."""
+    choices = []
+    for device, lo, hi in zip(after.holder.tolist(), after.region.lo, after.region.hi, strict=True):
+        for element in np.argwhere(held(after, device) & ~held(before, device)):
+            if (lo <= element).all() and (element < hi).all():
+                choices.append([d for d in before.devices.tolist() if held(before, d)[tuple(element)]])
+    columns = [(k, d) for k, holders in enumerate(choices) for d in holders]
+    devices = int(before.devices[-1]) + 1
+    whole, load = np.zeros((len(choices), len(columns) + 1)), np.zeros((devices, len(columns) + 1))
     load[:, -1] = -1
     for j, (k, d) in enumerate(columns):
-        whole[k, j] = 1
-        load[d, j] = choices[k][0]
-    rows = linprog(cost, A_ub=load, b_ub=np.zeros(devices), A_eq=whole, b_eq=np.ones(len(choices)))
-    return rows.fun
+        whole[k, j], load[d, j] = 1, 1
+    cost = np.append(np.zeros(len(columns)), 1.0)
+    return linprog(cost, A_ub=load, b_ub=np.zeros(devices), A_eq=whole, b_eq=np.ones(len(choices))).fun
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_sender_loads_are_within_a_piece_of_the_min_cost_flow_optimum(data):
-    """Replicas on overlapping groups of devices; every element is asked for by newcomers."""
-    space = Space(tuple(Tensor(f"t{k}", (12,), "float32", 4) for k in range(data.draw(st.integers(2, 6)))))
+def test_sender_loads_of_every_route_are_within_a_piece_of_the_optimum(data):
+    """Copies of slices on overlapping groups of devices; every element is asked for by newcomers."""
+    space = Space(tuple(Tensor(f"t{k}", (12,), "float32", 4) for k in range(data.draw(st.integers(1, 4)))))
     tilings = ([], [])
     for _ in space:
-        holders = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4, unique=True))
-        tilings[0].append(Tiling.of_regions((12,), [(d, interval((12,), 0, 12)) for d in sorted(holders)]))
-        parts = data.draw(st.sampled_from([2, 3, 4]))
+        slices, parts = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.sampled_from([2, 3, 4]))
+        held_by = [data.draw(st.sets(st.integers(0, 4), min_size=1, max_size=4)) for _ in range(slices)]
+        spans = [interval((12,), 12 * k // slices, 12 * (k + 1) // slices) for k in range(slices)]
+        mine = [(d, [s for s, who in zip(spans, held_by, strict=True) if d in who]) for d in range(5)]
+        tilings[0].append(Tiling.of_regions((12,), [(d, end_to_end(some)) for d, some in mine if some]))
         cut = [(5 + k, interval((12,), 12 * k // parts, 12 * (k + 1) // parts)) for k in range(parts)]
         tilings[1].append(Tiling.of_regions((12,), cut))
     source, target = (Layout(space, tuple(t)) for t in tilings)
+    for move in build_plan(source, target, AMPLE).moves:
+        sent = segment_sum(move.route.sender, move.route.volumes, 5).max()
+        best = least_load(move.source, move.target)
+        assert best - 1e-6 <= sent <= best + int(move.route.volumes.max()) + 1e-6
+
+
+@st.composite
+def meshes_of_replicas(draw):
+    """Two ways to lay a tensor on a mesh of the same devices, with copies along the axes that its spec leaves out."""
+    sizes = draw(st.sampled_from([{"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}]))
+    specs = []
+    for _ in range(2):
+        axes = draw(st.permutations(sorted(sizes)))
+        first, last = sorted(draw(st.tuples(*[st.integers(0, len(axes))] * 2)))
+        specs.append(P(tuple(axes[:first]) or None, tuple(axes[first:last]) or None))
+    return tuple(mesh_tiling((16, 16), sizes, spec, np.arange(8)) for spec in specs)
+
+
+@proof
+@given(meshes_of_replicas())
+def test_replicas_share_what_every_route_sends(tilings):
+    """Holders of the same elements send as much, but for a piece."""
+    space = Space((Tensor("w", (16, 16), "float32", 4),))
+    source, target = (Layout(space, (t,)) for t in tilings)
+    (move,) = build_plan(source, target, AMPLE).moves
+    before = move.source
+    sent = segment_sum(move.route.sender, move.route.volumes * move.route.sent, 8)
+    piece = int((move.route.volumes * move.route.sent).max(initial=0))
+    for k in range(before.region.count):
+        alike = [d for d in range(8) if (before.region_of(d).lo == before.region.lo[k]).all()]
+        assert np.ptp(sent[alike]) <= piece
+
+
+@pytest.mark.parametrize("spec", [P(("dp", "tp")), P(("tp", "dp"))])
+def test_who_keeps_its_shard_need_not_send_as_well(spec):
+    """Four shards on eight devices, cut in eight: each device sends one message or keeps its own."""
+    space = Space(tuple(Tensor(f"w{k}", (64, 64), "float32", 4) for k in range(3)))
+    source = Layout(space, (mesh_tiling((64, 64), {"dp": 2, "tp": 4}, P("tp"), np.arange(8)),) * 3)
+    target = Layout(space, (mesh_tiling((64, 64), {"tp": 4, "dp": 2}, spec, np.arange(8)),) * 3)
     plan = build_plan(source, target, AMPLE)
-    best = least_load(source, target, [4] * len(space))
-    largest = max(int(m.route.volumes.max()) * 4 for m in plan.moves)
-    assert best - 1e-6 <= plan.bytes_sent.sum(axis=1).max() <= best + largest + 1e-6
+    assert len(plan.routes) == 1
+    ((route, _),) = plan.routes
+    assert sorted(route.sender.tolist()) == sorted(route.receiver.tolist()) == list(range(8))
+
+
+def test_what_is_equal_in_a_route_is_levelled_over_the_state():
+    """Each tensor is sent to one newcomer by one of four that have it: each of these sends one in turn."""
+    space = Space(tuple(Tensor(f"w{k}", (8, k + 1), "float32", 4) for k in range(4)))
+    source = Layout(space, tuple(mesh_tiling(t.shape, {"x": 4}, P(), np.arange(4)) for t in space))
+    target = Layout(space, tuple(mesh_tiling(t.shape, {"x": 1}, P(), np.array([4])) for t in space))
+    assert (build_plan(source, target, AMPLE).bytes_sent[:4, 4] > 0).all()
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(["dp", "tp", "mixed"], 2)))

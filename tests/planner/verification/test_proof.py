@@ -220,7 +220,7 @@ def needs_more_than_its_budget(plan):
 OUTSIDE = r"w: piece \d is read or written outside of its box"
 NOT_ADDED = r"w: piece \d is not added to what is written before it"
 NOT_COMPLETE = "w: a sum lacks the part of a holder, or has it twice"
-NOT_SENT = r"w: device [5-7] passes on what was not sent to it"
+NOT_SENT = r"w: device [4-7] passes on what was not sent to it"
 NOT_THE_SAME = "w: a buffer is kept that does not hold what it should"
 CASES = [
     (swap, reads_another_row, OUTSIDE),
