@@ -29,6 +29,7 @@ def to_wire(x: jax.Array) -> jax.Array:
 
 def from_wire(x: jax.Array, dtype: Any) -> jax.Array:
     """The inverse of ``to_wire``."""
+    dtype = jnp.dtype(dtype)
     if wire_dtype(dtype) == dtype:
         return x
     if dtype == jnp.bool_:
