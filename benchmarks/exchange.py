@@ -55,7 +55,7 @@ def measured(devices: int, megabytes: int, rounds: int) -> list[dict[str, Any]]:
     shape, made = (megabytes * 2**20 // (4 * LEAVES * 2048), 2048), []
     for name, (source, target) in cases(devices).items():
         new = jax.jit(lambda k: jnp.zeros(shape, jnp.float32) + k, out_shardings=source)
-        like = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=source)] * LEAVES
+        like = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=source) for _ in range(LEAVES)]
         began = time.perf_counter()
         move = prepare_reshard(like, target, budget=BUDGET, donate=True, path="xla")
         prepare_s = time.perf_counter() - began

@@ -204,7 +204,7 @@ def test_peak_of_live_buffers_between_buckets_and_tensors_is_what_was_planned(
 def test_programs_stay_within_what_is_planned_for_them(dtype: Any, name: str) -> None:
     """What XLA says that they need beside the shards, and what they are counted with, which decides the parts."""
     source, target = MOVES[name]
-    tree = [jax.ShapeDtypeStruct((64, 512), dtype, sharding=source)] * 3
+    tree = [jax.ShapeDtypeStruct((64, 512), dtype, sharding=source) for _ in range(3)]
     for budget in ("2MB", "16MB"):
         program = prepare_reshard(tree, target, budget=budget, donate=True, path="xla")._program
         assert isinstance(program, XlaProgram)
