@@ -5,7 +5,9 @@
 A case is timed from the shapes of a model's tensors to the finished plan: both layouts, the ranks, the diff, the
 sources, the stages, the rounds and the price. Nothing is kept between repeats. Ratios are to the limit of the case,
 which is the baseline here; below 1 is within it. Memory is the largest resident size of the process so far, which has
-to stay under 2 GB. The exit status is 1 if a median is over its limit.
+to stay under 2 GB. Then switches of bf16 weights are scheduled on paper: collectives one after another, the largest
+message of each summed (critical), and what the busiest device sends or receives. The exit status is 1 if a median is
+over its limit, or critical bytes are over 1.05 times those of the busiest device.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from jax.sharding import PartitionSpec
 from dynajax.cli.plan_state import JobState, StateParts
 from dynajax.meshes import Strategy, Topology
 from dynajax.planner import Granularity, Plan, assign_ranks, build_plan, coupled_ranks, price_plan, renumbered
+from dynajax.planner.cost.schedule import Schedule, scheduled
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
 P = PartitionSpec
@@ -54,6 +57,38 @@ CLUSTERS = (
     Cluster("llama2-70b", "tp8.pp8.dp128", "tp4.pp8.dp256", 5.0),
     Cluster("llama2-70b", "tp8.pp8.dp64", "tp8.pp8.dp128", 5.0),
 )
+
+
+SWITCHES = (
+    ("fsdp128.tp8", "fsdp256.tp4"),
+    ("fsdp1024", "fsdp128.tp8"),
+    ("fsdp256.tp4", "fsdp32.tp32"),
+    ("fsdp128.tp4", "fsdp128.tp8"),
+    ("dp16.fsdp8.tp8", "dp32.fsdp8.tp4"),
+)
+"""Of a 70B model, on 1,024 devices after."""
+MOST_CRITICAL = 1.05
+
+
+@dataclass(frozen=True)
+class OnPaper:
+    """A switch of weights, scheduled."""
+
+    case: str
+    schedule: Schedule
+    busiest: int
+
+    @property
+    def ratio(self) -> float:
+        """Critical bytes over those of the busiest device."""
+        return self.schedule.critical_bytes / max(self.busiest, 1)
+
+
+def on_paper(source: str, target: str) -> OnPaper:
+    """Plan and schedule a switch of the weights of a 70B model."""
+    state = JobState.of("llama2-70b", StateParts(master="none", moments="none", weights=True))
+    plan = build_plan(state.layout(Strategy.parse(source)), state.layout(Strategy.parse(target)), AMPLE)
+    return OnPaper(f"{source} to {target}", scheduled(plan), plan.busiest_device_bytes)
 
 
 @dataclass(frozen=True)
@@ -135,15 +170,17 @@ def main() -> int:
     options = parser.parse_args()
     rows = [cluster_row(case, options.repeats) for case in CLUSTERS]
     rows += [small_row(100, 0.01, options.repeats), small_row(5000, 0.5, options.repeats)]
+    switches = [on_paper(*ends) for ends in SWITCHES]
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if options.json:
-        print(json.dumps(_record(rows, resident)))
+        print(json.dumps(_record(rows, switches, resident)))
     else:
-        _show(rows, resident)
-    return int(any(r.median > r.limit_s for r in rows) or resident > MOST_RESIDENT)
+        _show(rows, switches, resident)
+    long = any(s.ratio > MOST_CRITICAL for s in switches)
+    return int(any(r.median > r.limit_s for r in rows) or resident > MOST_RESIDENT or long)
 
 
-def _record(rows: list[Row], resident: int) -> dict[str, Any]:
+def _record(rows: list[Row], switches: list[OnPaper], resident: int) -> dict[str, Any]:
     return {
         "machine": {"system": platform.system(), "python": platform.python_version(), "peak_resident_bytes": resident},
         "cases": [
@@ -158,20 +195,33 @@ def _record(rows: list[Row], resident: int) -> dict[str, Any]:
             }
             for r in rows
         ],
+        "on_paper": [
+            {
+                "case": s.case,
+                "collectives": s.schedule.collectives,
+                "critical_bytes": s.schedule.critical_bytes,
+                "busiest_device_bytes": s.busiest,
+            }
+            for s in switches
+        ],
     }
 
 
 _STATISTICS: dict[str, Callable[[list[float]], float]] = {"min": min, "median": statistics.median, "max": max}
 
 
-def _show(rows: list[Row], resident: int) -> None:
+def _show(rows: list[Row], switches: list[OnPaper], resident: int) -> None:
     print(f"{'case':74} {'limit s':>8} {'min':>8} {'median':>8} {'max':>8} {'ranks':>7} {'pieces':>8} {'stages':>6}")
     for r in rows:
         pieces = sum(len(route.lo) for route, _ in r.plan.routes)
         times = " ".join(f"{f(r.seconds):8.4f}" for f in _STATISTICS.values())
         mark = "" if r.median <= r.limit_s else "  over"
         print(f"{r.case:74} {r.limit_s:8.4f} {times} {r.ranks_s:7.3f} {pieces:8} {len(r.plan.stages):6}{mark}")
-    print(f"largest resident size {resident / 1e9:.2f} GB")
+    print(f"largest resident size {resident / 1e9:.2f} GB\n")
+    print(f"{'70B weights, on paper':34} {'collectives':>11} {'critical GB':>11} {'busiest GB':>10} {'ratio':>6}")
+    for s in switches:
+        critical, busiest = s.schedule.critical_bytes / 1e9, s.busiest / 1e9
+        print(f"{s.case:34} {s.schedule.collectives:11} {critical:11.3f} {busiest:10.3f} {s.ratio:6.3f}")
 
 
 if __name__ == "__main__":

@@ -181,7 +181,6 @@ def record(options: PlanOptions, state: JobState, switches: list[PlannedSwitch])
         "budget_bytes": plan.budget,
         "stages": len(plan.stages),
         "rounds": cost.rounds,
-        "schedule": cost.pairing.value,
         "predicted_s": cost.seconds,
         "lockstep_s": cost.lockstep_s,
         "floor_s": cost.floor_s,

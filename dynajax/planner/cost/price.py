@@ -1,14 +1,16 @@
 """The price of a plan in seconds, from a topology: what to expect before anything moves.
 
 A stage packs, exchanges in rounds, and unpacks. A message takes the latency of its link and its bytes over the link's
-speed; both directions go at once. A device goes through its rounds in order and begins the next when its partner there
-is free too; the next stage begins when all are done. A second figure, in lockstep, is for devices that all wait for one
-another after every round: the difference is what devices gain that go on by themselves. Packing, unpacking, sums and
-copies inside a device go at the speed of its memory. The floor is what the busiest link needs if it is never idle.
+speed; a device sends one and receives one at once. It goes through its rounds in order and begins the next when those
+that it talks to there are free too; the next stage begins when all are done. A second figure, in lockstep, is for
+devices that all wait for one another after every round: the difference is what devices gain that go on by themselves.
+Packing, unpacking, sums and copies inside a device go at the speed of its memory. The floor is what the busiest link
+needs if it is never idle.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ import numpy as np
 
 from dynajax.errors import TopologyError
 from dynajax.meshes import Topology
-from dynajax.planner.cost.rounds import Pairing, Rounds, rounds_of
+from dynajax.planner.cost.rounds import in_rounds
 from dynajax.planner.plan import Plan
 from dynajax.types import Ints
 from dynajax.vps.tiling import segment_sum
@@ -32,7 +34,6 @@ class Price:
         floor_s: what the busiest link alone needs.
         memory_s: share of ``seconds`` that packing, unpacking and copies inside devices take.
         rounds: rounds of all stages together.
-        pairing: how partners were matched; of the two the cheaper one in lockstep.
         bytes_by_tier: bytes over each kind of link, by its name; of the first, copies inside devices.
         assumptions: what the prediction rests on, line by line.
     """
@@ -42,7 +43,6 @@ class Price:
     floor_s: float
     memory_s: float
     rounds: int
-    pairing: Pairing
     bytes_by_tier: Mapping[str, int]
     assumptions: tuple[str, ...]
 
@@ -61,8 +61,7 @@ def price_plan(plan: Plan, topology: Topology | None = None) -> Price:
     if links is None:
         raise TopologyError("a plan made without a topology has no price; give one")
     messages = _Messages.of(plan, links)
-    exchanges = [(messages.exchange(kind), kind) for kind in Pairing]
-    exchange, pairing = min(exchanges, key=lambda e: (e[0].lockstep_s, e[0].seconds))
+    exchange = messages.exchange()
     memory = messages.memory_s()
     return Price(
         seconds=exchange.seconds + memory,
@@ -70,9 +69,8 @@ def price_plan(plan: Plan, topology: Topology | None = None) -> Price:
         floor_s=messages.floor_s(),
         memory_s=memory,
         rounds=exchange.rounds,
-        pairing=pairing,
         bytes_by_tier=messages.by_tier(),
-        assumptions=_assumptions(links, pairing),
+        assumptions=_assumptions(links),
     )
 
 
@@ -141,31 +139,18 @@ class _Messages:
             links, step, sender, receiver, nbytes, latency[tier] + nbytes / speed[tier], tier, handled, local
         )
 
-    def _rounds(self, kind: Pairing) -> Rounds:
-        """Rounds of all pairs that ever talk; each step goes through them."""
-        return rounds_of(kind, self.sender, self.receiver, self.seconds)
-
-    def exchange(self, kind: Pairing) -> _Exchange:
-        """All steps. Partners begin when both are free; a step begins when all are."""
-        if not len(self.step):
-            return _Exchange(0.0, 0.0, 0)
-        rounds = self._rounds(kind)
-        slot = self.step * max(rounds.count, 1) + rounds.number
-        n = self.handled.shape[1]
-        low, high = np.minimum(self.sender, self.receiver), np.maximum(self.sender, self.receiver)
-        pair, at = np.unique((slot * n + low) * n + high, return_inverse=True)
-        lasting = np.zeros(len(pair))
-        np.maximum.at(lasting, at.ravel(), self.seconds)
-        slot, (a, b) = pair // (n * n), np.divmod(pair % (n * n), n)
-        borders = np.flatnonzero(np.diff(slot, prepend=-1))
-        free, step, total = np.zeros(n), -1, 0.0
-        for begin, end in zip(borders.tolist(), [*borders[1:].tolist(), len(pair)], strict=True):
-            if slot[begin] // max(rounds.count, 1) != step:
-                step, total, free = slot[begin] // max(rounds.count, 1), total + float(free.max()), np.zeros(n)
-            now = slice(begin, end)
-            free[a[now]] = free[b[now]] = np.maximum(free[a[now]], free[b[now]]) + lasting[now]
-        lockstep = float(np.maximum.reduceat(lasting, borders).sum())
-        return _Exchange(total + float(free.max(initial=0)), lockstep, len(borders))
+    def exchange(self) -> _Exchange:
+        """All steps. A message begins when both ends are free; a step begins when all devices are."""
+        done, lockstep, count = 0.0, 0.0, 0
+        known: dict[tuple[bytes, ...], tuple[float, float, int]] = {}
+        borders = np.flatnonzero(np.diff(self.step, prepend=-1)).tolist()
+        for begin, end in itertools.pairwise([*borders, len(self.step)]):
+            step = self.sender[begin:end], self.receiver[begin:end], self.seconds[begin:end]
+            key = tuple(part.tobytes() for part in step)
+            if key not in known:
+                known[key] = _in_turn(*step, self.handled.shape[1])
+            done, lockstep, count = (a + b for a, b in zip((done, lockstep, count), known[key], strict=True))
+        return _Exchange(done, lockstep, int(count))
 
     def memory_s(self) -> float:
         """Seconds to pack, unpack and copy inside devices."""
@@ -190,6 +175,20 @@ class _Messages:
         return {tier.name: int(total[k]) for k, tier in enumerate(self.links.tiers)}
 
 
+def _in_turn(sender: Ints, receiver: Ints, seconds: np.ndarray, devices: int) -> tuple[float, float, int]:
+    """Seconds of the messages of a step, the same in lockstep, and in how many rounds they go."""
+    number = in_rounds(sender, receiver, seconds)
+    order = np.argsort(number, kind="stable")
+    borders = np.flatnonzero(np.diff(number[order], prepend=-1))
+    free = np.zeros(devices)
+    for now in np.split(order, borders[1:]):
+        s, r = sender[now], receiver[now]
+        done = np.maximum(free[s], free[r]) + seconds[now]
+        free[s] = np.maximum(free[s], done)
+        free[r] = np.maximum(free[r], done)
+    return float(free.max()), float(np.maximum.reduceat(seconds[order], borders).sum()), len(borders)
+
+
 def _staged(plan: Plan) -> list[tuple[tuple, int]]:
     """Routes with the stage of each piece, and the bytes of an element over the tensors that have it."""
     where = {k: number for number, stage in enumerate(plan.stages) for k in stage}
@@ -204,15 +203,14 @@ def _staged(plan: Plan) -> list[tuple[tuple, int]]:
     ]
 
 
-def _assumptions(links: Topology, pairing: Pairing) -> tuple[str, ...]:
+def _assumptions(links: Topology) -> tuple[str, ...]:
     speeds = ", ".join(
         f"{t.name} {t.bytes_per_second / 1e9:g} GB/s after {t.latency_s * 1e6:g} µs" for t in links.tiers
     )
-    matched = "XOR partners" if pairing is Pairing.XOR else "coloured edges"
     return (
         f"links of {links.name}, per device and direction: {speeds}",
-        f"rounds of one partner a device ({matched}), both directions at once; a device begins a round when its "
-        "partner is free, a stage when all are; in lockstep: a round when all are",
+        "in a round a device sends one message and receives one; it begins when those it talks to are free, a stage "
+        "when all are; in lockstep: a round when all are",
         "messages are coalesced by pair; packing, unpacking, sums and copies inside a device run at memory speed",
         "no other traffic; programs are compiled and connections open",
     )
