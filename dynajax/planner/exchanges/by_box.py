@@ -10,7 +10,7 @@ import numpy as np
 
 from dynajax.planner.exchanges.exchange import Cut, Exchange, Message, Shape, Slice, Starts, Sum
 from dynajax.planner.exchanges.messages import Messages
-from dynajax.planner.exchanges.part import Part, need
+from dynajax.planner.exchanges.part import Part, in_turn, need
 from dynajax.planner.exchanges.slices import Slices
 from dynajax.planner.route import Copies
 from dynajax.types import Ints
@@ -112,7 +112,11 @@ class _Boxes:
             messages = [m for m in map(cut.message, self._rounds()) if m.cuts]
             sums = cut.sums()
             exchange = replace(self.whole, sums=tuple(sums), parts=self.parts_of_sum if sums else 0)
-            for some in [messages] if sums else _fitting(exchange, messages, room):
+
+            def fit(some: Sequence[Message], exchange: Exchange = exchange) -> bool:
+                return need(replace(exchange, messages=tuple(some))) <= room
+
+            for some in [messages] if sums else in_turn(messages, fit):
                 yield Part(replace(exchange, messages=tuple(some)), cut.shifts)
 
     def _rounds(self) -> list[Ints]:
@@ -121,18 +125,6 @@ class _Boxes:
         stay = np.flatnonzero(m.rounds < 0)
         groups = [stay[m.kind[stay] == kind] for kind in np.unique(m.kind[stay])]
         return groups + [np.flatnonzero(m.rounds == r) for r in range(m.rounds.max(initial=-1) + 1)]
-
-
-def _fitting(exchange: Exchange, messages: Sequence[Message], room: int) -> Iterator[list[Message]]:
-    """Messages in turn, as many together as fit the room; one at least."""
-    some: list[Message] = []
-    for message in messages:
-        if some and need(replace(exchange, messages=(*some, message))) > room:
-            yield some
-            some = []
-        some.append(message)
-    if some:
-        yield some
 
 
 def _sums(copies: Copies, kind: Ints) -> Ints | None:

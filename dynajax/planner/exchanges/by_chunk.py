@@ -7,7 +7,7 @@ Which chunks a message is made of is told to the programs in tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,7 +16,7 @@ import numpy as np
 from dynajax.errors import LayoutError
 from dynajax.planner.exchanges.exchange import Exchange, Message
 from dynajax.planner.exchanges.messages import Messages, in_pieces
-from dynajax.planner.exchanges.part import Part, need
+from dynajax.planner.exchanges.part import Part, in_turn, need
 from dynajax.planner.route import Copies
 from dynajax.types import Ints
 from dynajax.vps.algebra import expand
@@ -54,23 +54,12 @@ def by_chunk(copies: Copies, whole: Exchange, room: int, itemsize: int) -> list[
     whole = replace(whole, chunk=chunk)
     fitting = max((room - need(whole)) // (2 * itemsize * chunk + 8), 1)
     rounds = chunks.rounds(fitting, max(_START_UP // (itemsize * chunk), 1))
-    return [
-        Part(replace(whole, messages=tuple(r.done for r in some)), (), _Named(chunks, tuple(some)))
-        for some in _fitting(whole, rounds, room)
-    ]
 
+    def exchange(some: Sequence[_Round]) -> Exchange:
+        return replace(whole, messages=tuple(r.done for r in some))
 
-def _fitting(whole: Exchange, rounds: Iterable[_Round], room: int) -> Iterator[list[_Round]]:
-    """Rounds in turn, as many together as fit the room; one at least."""
-    some: list[_Round] = []
-    for each in rounds:
-        together = replace(whole, messages=tuple(r.done for r in (*some, each)))
-        if some and (need(together) > room or len(some) == _MOST_ROUNDS):
-            yield some
-            some = []
-        some.append(each)
-    if some:
-        yield some
+    together = in_turn(rounds, lambda some: len(some) <= _MOST_ROUNDS and need(exchange(some)) <= room)
+    return [Part(exchange(some), (), _Named(chunks, tuple(some))) for some in together]
 
 
 def longest_run(c: Copies, source: int, target: int) -> int:

@@ -43,6 +43,7 @@ class Group:
 
 
 _Way = Callable[[Copies, Exchange, int], Sequence[Part] | None]
+_SlicesWay = Callable[[Copies, Slices, Slices, Exchange, int], Sequence[Part] | None]
 
 _TOGETHER = 8
 """Devices that components of one process share programs up to; larger groups of NCCL, for one, are slower."""
@@ -139,14 +140,17 @@ def _slices(copies: Copies, whole: Exchange) -> tuple[Slices, Slices] | None:
     return None if read is None or filled is None else (read, filled)
 
 
-def _by_collective(copies: Copies, whole: Exchange, room: int) -> list[Part] | None:
-    slices = _slices(copies, whole)
-    return None if slices is None else by_collective(copies, *slices, whole, room)
+def _of_slices(way: _SlicesWay) -> _Way:
+    """A way to exchange slices of shards, fit for no copies that are none."""
+
+    def exchanged(copies: Copies, whole: Exchange, room: int) -> Sequence[Part] | None:
+        slices = _slices(copies, whole)
+        return None if slices is None else way(copies, *slices, whole, room)
+
+    return exchanged
 
 
-def _by_box(copies: Copies, whole: Exchange, room: int) -> list[Part] | None:
-    slices = _slices(copies, whole)
-    return None if slices is None else by_box(copies, *slices, whole, room)
+_by_collective, _by_box = _of_slices(by_collective), _of_slices(by_box)
 
 
 def _by_chunk(copies: Copies, whole: Exchange, room: int) -> list[Part]:

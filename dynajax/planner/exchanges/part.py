@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes  # noqa: F401  (numpy knows small floats by name once it is there)
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from dynajax.planner.exchanges.exchange import Exchange, Message, Shape
 from dynajax.types import Ints
 
+T = TypeVar("T")
 Tables = Callable[[Ints], tuple[np.ndarray, np.ndarray]]
 """From devices of the group to the chunks of the source, and of the target, that their messages are made of in turn."""
 
@@ -30,6 +31,18 @@ class Part:
     exchange: Exchange
     shifts: Shape = ()
     tables: Tables | None = None
+
+
+def in_turn(items: Iterable[T], fit: Callable[[Sequence[T]], bool]) -> Iterator[list[T]]:
+    """Items in turn, as many together as fit; one at least."""
+    some: list[T] = []
+    for item in items:
+        if some and not fit([*some, item]):
+            yield some
+            some = []
+        some.append(item)
+    if some:
+        yield some
 
 
 def wire_dtype(dtype: Any) -> np.dtype[Any]:
