@@ -8,7 +8,6 @@ devices have equal parts, so that all of them send when layers are pulled in tur
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynajax.engine import Bundle
-from dynajax.vps import Run
+from dynajax.vps.flat import flat_parts, padded
 
 AXIS = "all"
 STACK = jax.tree_util.DictKey("blocks")
@@ -41,17 +40,12 @@ def optimizer_layout(shapes: Any, mesh: Mesh, first_layer: int = 0, layers: int 
         first_layer: row of the first layer of ``shapes``, where the arrays have more ``layers`` than that.
         layers: of the arrays; default: those of ``shapes``.
     """
-    parts = mesh.size
 
     def bundle(path: Any, leaf: Any) -> Bundle:
-        name, shape = jax.tree_util.keystr(path), tuple(leaf.shape)
-        if STACK not in path:
-            size = math.prod(shape)
-            flat = NamedSharding(mesh, PartitionSpec(AXIS))
-            return Bundle(flat, (_padded(size, parts),), (Run(name, shape, 0, size, 0),))
-        size, rows = math.prod(shape[1:]), shape[0] if layers is None else layers
-        runs = tuple(Run(name, shape, k * size, size, 0, (first_layer + k,)) for k in range(shape[0]))
-        return Bundle(NamedSharding(mesh, PartitionSpec(None, AXIS)), (rows, _padded(size, parts)), runs)
+        name, is_stack = jax.tree_util.keystr(path), STACK in path
+        array_shape, runs = flat_parts(name, tuple(leaf.shape), mesh.size, is_stack, first_layer, layers)
+        spec = PartitionSpec(None, AXIS) if is_stack else PartitionSpec(AXIS)
+        return Bundle(NamedSharding(mesh, spec), array_shape, runs)
 
     return jax.tree_util.tree_map_with_path(bundle, shapes)
 
@@ -65,7 +59,7 @@ def flatten_leaf(path: Any, x: jax.Array, parts: int) -> jax.Array:
     """A leaf of ``flatten``."""
     rows = x.reshape(x.shape[0], -1) if STACK in path else x.reshape(-1)
     size = rows.shape[-1]
-    return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, _padded(size, parts) - size)])
+    return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, padded(size, parts) - size)])
 
 
 def add_section(span: Span, sums: Any, part: Any) -> Any:
@@ -79,7 +73,3 @@ def add_section(span: Span, sums: Any, part: Any) -> Any:
     stack = jax.tree.map(lambda rows, more: rows.at[slice(*span)].add(more), sums[STACK.key], part[STACK.key])
     rest = {name: jax.tree.map(jnp.add, sums[name], tree) for name, tree in part.items() if name != STACK.key}
     return sums | rest | {STACK.key: stack}
-
-
-def _padded(size: int, parts: int) -> int:
-    return -(-size // parts) * parts

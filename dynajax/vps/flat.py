@@ -1,4 +1,4 @@
-"""Flat layouts that know no model axes: every tensor by itself, cut equally over all devices of a job.
+"""Flat arrays that know no model axes: every tensor by itself, padded and cut equally over all devices of a job.
 
 It is how optimizer state lies that unlike pipelines side by side share: each element on one device, whatever the
 pipelines do (Hydraulis, 2024). Of a stack of layers each layer is cut by itself, so that all devices have a part of it.
@@ -6,14 +6,15 @@ pipelines do (Hydraulis, 2024). Of a stack of layers each layer is cut by itself
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-import numpy as np
+from jax.sharding import PartitionSpec
 
 from dynajax.types import Ints
-from dynajax.vps.region import intervals
+from dynajax.vps.parts import Run, parts_tiling
 from dynajax.vps.space import Space
+from dynajax.vps.spec import mesh_tiling
 from dynajax.vps.tiling import Layout, Tiling
 
 
@@ -29,21 +30,37 @@ def flat_layout(space: Space, logical_axes: Mapping[str, Sequence[str | None]], 
     chosen: list[Tiling] = []
     for tensor in space:
         axes = logical_axes.get(tensor.path, ())
-        layers = tensor.shape[0] if axes and axes[0] == "layers" else 1
-        key = tensor.shape, layers
+        is_stack = bool(axes) and axes[0] == "layers"
+        key = tensor.shape, is_stack
         if key not in tilings:
-            tilings[key] = _tiling(tensor.shape, layers, devices)
+            array, runs = flat_parts(tensor.path, tensor.shape, len(devices), is_stack)
+            cut = mesh_tiling(array, {"all": len(devices)}, PartitionSpec(*[None] * is_stack, "all"), devices)
+            tilings[key] = parts_tiling(cut, tensor.shape, runs)
         chosen.append(tilings[key])
     return Layout(space, tuple(chosen))
 
 
-def _tiling(shape: tuple[int, ...], layers: int, devices: Ints) -> Tiling:
-    """One tensor, cut so. A device has its parts of all layers end to end, each padded to the largest."""
-    size = int(np.prod(shape, dtype=np.int64)) // layers
-    room = -(-size // len(devices))
-    layer, part = (index.ravel() for index in np.indices((layers, len(devices))))
-    start, stop = (layer * size + np.minimum((part + k) * room, size) for k in (0, 1))
-    owner, region = intervals(shape, start, stop)
-    region = replace(region, offset=region.offset + layer[owner] * room)
-    holder = devices[part[owner]]
-    return Tiling(shape, holder, region, room=layers * room, padded=tuple(np.setdiff1d(devices, holder).tolist()))
+def flat_parts(
+    path: str, shape: tuple[int, ...], devices: int, is_stack: bool, first_layer: int = 0, layers: int | None = None
+) -> tuple[tuple[int, ...], tuple[Run, ...]]:
+    """Shape of the array that stores a tensor flat, and the runs that it stores.
+
+    The last dim is cut over the devices; a stack has a row for each layer.
+
+    Args:
+        path, shape: of the tensor.
+        devices: how many there are.
+        is_stack: whether the first dim is that of layers.
+        first_layer: row of the first layer, where the array has more ``layers`` than the tensor.
+        layers: of the array; default: those of the tensor.
+    """
+    size = math.prod(shape[1:] if is_stack else shape)
+    if not is_stack:
+        return (padded(size, devices),), (Run(path, shape, 0, size, 0),)
+    runs = tuple(Run(path, shape, k * size, size, 0, (first_layer + k,)) for k in range(shape[0]))
+    return (shape[0] if layers is None else layers, padded(size, devices)), runs
+
+
+def padded(size: int, parts: int) -> int:
+    """The least multiple of ``parts`` that has room for ``size`` elements."""
+    return -(-size // parts) * parts
