@@ -104,13 +104,12 @@ class Compiled:
 
     @staticmethod
     def of(transport: Transport, plan: Plan, ownership: Ownership) -> Compiled:
-        """Lower a plan; ``compile`` has what it needs compiled.
+        """Lower a plan of what the transport moves; ``compile`` has what it needs compiled.
 
         Raises:
-            TargetError: the plan is for another state or other targets.
+            TargetError: the plan gives up in stages what has to be safe.
             BudgetError: the plan leaves no room for what the transport needs.
         """
-        _require_same(transport, plan)
         if ownership is Ownership.SAFE and plan.donate:
             raise TargetError("the plan gives the source up in stages; make it with plan_reshard(…, commit='safe')")
         program = transport.lower(plan, plan.budget - plan.peak_extra_bytes)
@@ -240,8 +239,12 @@ def wait_for(request: Request, arrays: Sequence[Any]) -> None:
     jax.block_until_ready([arrays[end.index] for end in request.sources])
 
 
-def _require_same(transport: Transport, plan: Plan) -> None:
-    """Raise unless a plan is one for what a transport moves."""
+def require_same(transport: Transport, plan: Plan) -> None:
+    """Raise unless a plan that was made before is one for what a transport moves.
+
+    Raises:
+        TargetError: it is for another state or other targets.
+    """
     source, target = layouts(transport.request, transport.memories)
     planned = [(m.tensor, m.source.key, m.target.key) for m in plan.moves]
     present = zip(source.space, source.tilings, target.tilings, strict=True)

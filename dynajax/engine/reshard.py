@@ -8,12 +8,12 @@ import jax.tree_util as jtu
 
 from dynajax.arrays import _jax_private as private
 from dynajax.bytesize import parse_bytes
-from dynajax.engine.compiled import Compiled, chosen, planned, programs_compiled, wait_for
+from dynajax.engine.compiled import Compiled, chosen, planned, programs_compiled, require_same, wait_for
 from dynajax.engine.execute import Ownership
 from dynajax.engine.report import Report, Stopwatch
 from dynajax.engine.request import Request, read, require_data
 from dynajax.engine.targets import devices_named
-from dynajax.engine.transport import Path
+from dynajax.engine.transport import Path, Transport
 from dynajax.errors import TargetError
 from dynajax.meshes import Topology
 from dynajax.planner import Plan
@@ -52,8 +52,8 @@ def plan_reshard(
         BudgetError: the budget cannot hold the smallest stage; names the leaf and the smallest budget that does.
         TopologyError: the topology lacks a device or a link.
     """
-    request = read(tree, shardings, stored, donate)
-    return planned(chosen(request, path, True), parse_bytes(budget), _ownership(request, commit), topology)
+    transport = chosen(read(tree, shardings, stored, donate), path, True)
+    return _plan(transport, None, budget, commit, topology)[0]
 
 
 def prepare_reshard(
@@ -85,9 +85,7 @@ def prepare_reshard(
     with private.own_settings():
         request = read(tree, shardings, stored, donate)
         transport = chosen(request, path, donatable)
-        ownership = _ownership(request, commit) if plan is None else _ownership_of(plan, request, commit)
-        plan = planned(transport, parse_bytes(budget), ownership, None) if plan is None else plan
-        compiled = Compiled.of(transport, plan, ownership)
+        compiled = Compiled.of(transport, *_plan(transport, plan, budget, commit))
         compiled.compile()
     return compiled
 
@@ -154,8 +152,7 @@ def reshard(
             with watch.phase("plan"):
                 require_data(request, arrays)
                 transport = chosen(request, path, True)
-                ownership = _ownership(request, commit) if plan is None else _ownership_of(plan, request, commit)
-                plan = planned(transport, parse_bytes(budget), ownership, None) if plan is None else plan
+                plan, ownership = _plan(transport, plan, budget, commit)
             with watch.phase("group"):
                 compiled = Compiled.of(transport, plan, ownership)
             with watch.compiling(programs_compiled):
@@ -164,6 +161,19 @@ def reshard(
         consensus.on(lambda: compiled.facts(check))
     with private.own_settings():
         return compiled.run(arrays, watch, check=check, snapshot=snapshot)
+
+
+def _plan(
+    transport: Transport, plan: Plan | None, budget: int | str, commit: Commit, topology: Topology | None = None
+) -> tuple[Plan, Ownership]:
+    """The plan of a move, or the one that was made before if it is of that move; and what becomes of the source."""
+    ownership = _ownership(transport.request, commit)
+    if plan is None:
+        return planned(transport, parse_bytes(budget), ownership, topology), ownership
+    require_same(transport, plan)
+    if ownership is not Ownership.SAFE:
+        ownership = Ownership.STAGED if plan.donate else Ownership.KEPT
+    return plan, ownership
 
 
 def _ownership(request: Request, commit: Commit) -> Ownership:
@@ -175,10 +185,3 @@ def _ownership(request: Request, commit: Commit) -> Ownership:
     if commit not in ("staged", "safe"):
         raise TargetError(f"commit is {commit!r}; give 'staged' or 'safe'")
     return Ownership(commit) if any(map(request.gives, request.sources)) else Ownership.KEPT
-
-
-def _ownership_of(plan: Plan, request: Request, commit: Commit) -> Ownership:
-    """What becomes of the source under a plan that was made before."""
-    if _ownership(request, commit) is Ownership.SAFE:
-        return Ownership.SAFE
-    return Ownership.STAGED if plan.donate else Ownership.KEPT
