@@ -51,8 +51,3 @@ def bytes_of_each(pieces: Sequence[jax.Array], layout: tuple[int, ...] | None = 
 def word_of(itemsize: int) -> np.dtype[Any]:
     """A dtype to copy elements of so many bytes as."""
     return np.dtype(_WORDS.get(itemsize, f"V{itemsize}"))
-
-
-def same_bytes(a: View, b: View) -> bool:
-    """True if two views of one shape show the same bytes: numbers would do for all but NaNs."""
-    return np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from dynajax.arrays import _jax_private as private
 from dynajax.arrays.dtypes import can_be_summed
 from dynajax.engine.request import Request
-from dynajax.engine.stored import Bundle, Endpoint, Stored
+from dynajax.engine.stored import Bundle, Endpoint, Stored, memory_kind
 from dynajax.errors import LayoutError, TargetError, TopologyError
 from dynajax.meshes import Topology
 from dynajax.planner import Plan
@@ -101,11 +101,6 @@ class Memories:
                 "numbered from 0; use a larger topology"
             )
         return replace(topology, domains=topology.domains[:, ids])
-
-
-def memory_kind(sharding: Sharding) -> str | None:
-    """The memory that a sharding means; the device's default memory by its name."""
-    return sharding.memory_kind or next(iter(sharding.device_set)).default_memory().kind
 
 
 def shards_of(array: Any, memories: Memories) -> dict[int, jax.Array]:

@@ -70,6 +70,11 @@ class Bundle:
         return self.parts
 
 
+def memory_kind(sharding: Sharding) -> str | None:
+    """The memory that a sharding means; the device's default memory by its name."""
+    return sharding.memory_kind or next(iter(sharding.device_set)).default_memory().kind
+
+
 @dataclass(frozen=True)
 class ArraySpec:
     """What an array is like, whatever ``jax.ShapeDtypeStruct`` makes of its sharding.
@@ -126,9 +131,8 @@ class Endpoint:
 
     @cached_property
     def memory_kind(self) -> str | None:
-        """The memory that it lies in; the device's default memory by its name."""
-        sharding = self.stored.sharding
-        return sharding.memory_kind or next(iter(sharding.device_set)).default_memory().kind
+        """The memory that it lies in."""
+        return memory_kind(self.stored.sharding)
 
     @cached_property
     def room(self) -> int:

@@ -25,7 +25,8 @@ from dynajax.types import Ints
 from dynajax.vps.strided import StridedCopies, StridedCopy
 from dynajax.vps.tiling import segment_sum
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""Bytes: numpy memory that begins at a multiple becomes an array where it lies."""
 _WORTH_A_CALL = 1 << 15
 _BATCH_BYTES = 1 << 20
 
@@ -58,7 +59,7 @@ class BufferSpec:
     @property
     def room(self) -> int:
         """Bytes from one shard to the next where they lie side by side."""
-        return -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +123,6 @@ class StageCopies:
         reads: what comes after them in the table: source array, and the memories that its shards are read in.
         phases: batches of copies. A phase begins when all of the phase before is done.
         finished: arrays that no later stage fills.
-        travels: bytes that cross from device to device.
     """
 
     targets: Mapping[Endpoint, Allocation]

@@ -23,13 +23,12 @@ from dynajax.engine.memories import Memories, shards_of
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.request import Request
 from dynajax.engine.shared_memory import uninitialised
-from dynajax.engine.shared_memory.program import Allocation, Batch, Lowering, StageCopies
+from dynajax.engine.shared_memory.program import ALIGNMENT, Allocation, Batch, Lowering, StageCopies
 from dynajax.engine.stored import Endpoint
 from dynajax.engine.transport import Path
 from dynajax.planner import Plan
 
 _AT_ONCE = 1 << 25
-_ALIGNMENT = 64
 _THREADS = 2
 _WORTH_A_THREAD = 4
 """Batches: to wake another thread for less takes longer than it saves."""
@@ -213,8 +212,8 @@ class _Construction:
 
 def _aligned(nbytes: int) -> View:
     """Bytes at an address that devices can use where it lies."""
-    slab = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -slab.ctypes.data % _ALIGNMENT
+    slab = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -slab.ctypes.data % ALIGNMENT
     return slab[start : start + nbytes]
 
 

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dynajax.arrays.spmd import AXIS
 from dynajax.engine.xla.bitcast import from_wire, to_wire
 from dynajax.planner.exchanges.exchange import Collective, Cut, Exchange, Grid, Message, Shape, Slice
 from dynajax.planner.exchanges.part import wire_dtype
 
-AXIS = "device"
 Blocks = Sequence[jax.Array]
 
 
