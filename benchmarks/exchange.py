@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dynajax.arrays import _jax_private as private
 from dynajax.engine import prepare_reshard
 
 P = PartitionSpec
@@ -63,7 +64,7 @@ def measured(devices: int, megabytes: int, rounds: int) -> list[dict[str, Any]]:
             "dynajax": lambda tree, move=move: move(tree)[0],
             "device_put": lambda tree, target=target: [jax.block_until_ready(jax.device_put(x, target)) for x in tree],
         }
-        if list(source.mesh.devices.flat) == list(target.mesh.devices.flat):
+        if private.device_order(source) == private.device_order(target):
             identity = jax.jit(lambda t: [jnp.copy(x) for x in t], out_shardings=target, donate_argnums=0)
             ways["jit identity"] = identity.lower(like).compile()
         seconds: dict[str, list[float]] = {way: [] for way in ways}

@@ -107,7 +107,11 @@ def test_a_compiled_program_runs_on_arrays_and_on_other_devices(dtype: Any) -> N
     assert is_new
     values = np.arange(32).reshape(8, 4) % 7
     for mesh_there in on:
-        program = compiled if mesh_there is on[0] else private.loaded_for(compiled, *(m.devices.flat for m in on))
+        program = (
+            compiled
+            if mesh_there is on[0]
+            else private.loaded_for(compiled, *(list(np.asarray(m.devices).flat) for m in on))
+        )
         x = jax.device_put(values.astype(dtype), NamedSharding(mesh_there, P("x")))
         (made,) = private.run(program, [x])[:1]
         assert made.sharding.device_set == set(mesh_there.devices.flat)
