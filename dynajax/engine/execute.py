@@ -119,7 +119,7 @@ class _Run:
         self, memories: Memories, arrays: Sequence[Any], filling: Filling, gives: Collection[Endpoint]
     ) -> None:
         self._memories, self._arrays, self._filling, self._gives = memories, arrays, filling, gives
-        self._shared: set[int] = set()
+        self._owner: dict[int, Endpoint] = {}
 
     def stage(self, number: int, moves: Sequence[tuple[Move, Leaf]], watch: Stopwatch) -> dict[Endpoint, jax.Array]:
         """The target arrays that are whole after a stage."""
@@ -132,21 +132,22 @@ class _Run:
         if kept is not None:
             move, leaf = kept
             held = shards_of(self._arrays[leaf.sources[0].index], self._memories)
-            shards |= self._stay({n: held[n] for n in move.kept.tolist() if n in held}, leaf.sources[0])
+            shards |= self._stay({n: held[n] for n in move.kept.tolist() if n in held}, leaf.sources[0], end)
         stored, number = end.stored, self._memories.numbers(end.stored.sharding)
         order = private.device_order(stored.sharding)
         return private.assemble(
             stored.array_shape, end.like, stored.sharding, [shards[number[d]] for d in order], order
         )
 
-    def _stay(self, shards: dict[int, jax.Array], source: Endpoint) -> dict[int, Any]:
+    def _stay(self, shards: dict[int, jax.Array], source: Endpoint, target: Endpoint) -> dict[int, Any]:
         """The shards that stay, or copies: of what is not given up, and of a buffer that some other target shares."""
         others: list[int] = []
         for n, shard in shards.items():
             (pointer,) = private.pointers(shard) or (id(shard),)
-            if source not in self._gives or pointer in self._shared:
+            # Shards of one array may share a buffer, as those that JAX makes of one numpy array do.
+            owner = self._owner.setdefault(pointer, target)
+            if source not in self._gives or owner is not target:
                 others.append(n)
-            self._shared.add(pointer)
         return shards | dict(zip(others, self._filling.copies([shards[n] for n in others]), strict=True))
 
 

@@ -13,6 +13,7 @@ from engine.states import PLACEMENTS, P, assert_same_bits, bytes_not_held, host_
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 import dynajax as dj
+from dynajax.arrays import _jax_private as private
 from dynajax.engine import plan_reshard
 from dynajax.engine.transport import Path
 from dynajax.meshes import Tier, Topology
@@ -261,3 +262,24 @@ def test_an_array_past_31_bits_of_elements(path: Path) -> None:
     for shard in moved.addressable_shards:
         row = range(rows)[shard.index[0]][0]
         assert all(np.array_equal(part, wanted) for part, wanted in parts(np.asarray(shard.data), row)), row
+
+
+def test_shards_that_share_a_buffer_keep_it_and_a_step_may_donate_one_of_two_arrays_that_do(path: Path) -> None:
+    """As JAX makes them of one numpy array: replicas stay where they are, and no step overwrites another array."""
+    room = np.zeros(32 + 16, np.float32)
+    first = -room.ctypes.data % 64 // 4
+    own, sharding = room[first : first + 32], NamedSharding(mesh("dp8"), P())
+    order = private.device_order(sharding)
+    own[...] = np.arange(32)
+    like = jax.ShapeDtypeStruct((32,), np.float32)
+    one, two = (private.assemble((32,), like, sharding, [own] * len(order), order) for _ in range(2))
+    assert private.pointers(one) == private.pointers(two) == (own.ctypes.data,) * 8
+    target = {"one": NamedSharding(mesh("sixteen"), P()), "two": NamedSharding(mesh("dp8"), P())}
+    moved, _ = dj.reshard({"one": one, "two": two}, target, donate=True, path=path)
+    lies = {s.device: s.data.unsafe_buffer_pointer() for s in moved["one"].addressable_shards}
+    assert [lies[d] for d in order] == [own.ctypes.data] * 8
+    assert all(np.array_equal(x, np.arange(32)) for x in moved.values())
+    for gone, left in (("two", "one"), ("one", None)):
+        stepped = jax.block_until_ready(jax.jit(lambda x: x + 1, donate_argnums=0)(moved.pop(gone)))
+        assert np.array_equal(stepped, np.arange(32) + 1)
+        assert left is None or np.array_equal(moved[left], np.arange(32))

@@ -269,7 +269,10 @@ def _copied(steps: Steps, cut: Sequence[Blocks]) -> list[Blocks]:
     """What each receiver has in each slot, copied from device to device."""
     came: list[Blocks] = [{} for _ in range(1 + max(sent.placed for sent in steps.split.sent))]
     blocks = [cut[sent.cut][steps.devices[sent.sender]] for sent in steps.split.sent]
-    put = jax.device_put(blocks, [steps.devices[sent.receiver] for sent in steps.split.sent])
+    # Source shards that become target shards as they are: on one device that has to be a buffer of its own too.
+    is_own = steps.cut is not None or steps.place is not None
+    devices = [steps.devices[sent.receiver] for sent in steps.split.sent]
+    put = jax.device_put(blocks, devices, may_alias=None if is_own else False)
     for sent, block in zip(steps.split.sent, put, strict=True):
         came[sent.placed][steps.devices[sent.receiver]] = block
     return came
