@@ -56,7 +56,7 @@ class Half:
             missing: stands for no chunk.
         """
         starts = [0, *itertools.accumulate(chunks)]
-        made = []
+        made = [np.empty((len(self.devices), 0), table.dtype)]
         for slot, message in zip(self.rows, self.exchange.messages, strict=True):
             part = np.full((len(self.devices), message.chunks), missing, table.dtype)
             for k, device in enumerate(self.devices):
