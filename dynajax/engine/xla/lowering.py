@@ -24,7 +24,7 @@ from dynajax.engine.xla.steps import Placed, Steps
 from dynajax.planner import Copies, Move, Plan
 from dynajax.planner.exchanges.exchange import Exchange
 from dynajax.planner.exchanges.groups import Group, groups_of, taken
-from dynajax.planner.exchanges.part import need, wire_dtype
+from dynajax.planner.exchanges.part import need, retyped, wire_dtype
 
 _MOST_ARRAYS = 16
 """Arrays alike that a program is made for at once: it takes as long to compile as they are many."""
@@ -200,7 +200,9 @@ class Lowering:
                 tuple(k for k, d in enumerate(devices) if d in has) for has in (sources, self._made[first.target])
             )
             made, begun = {devices[k] for k in receivers}, self._begun[first.target]
-            carried, stays_open = not begun.isdisjoint(made), not first.is_alone or len(group.parts) > 1
+            # What begins with one of several parts would lie beside the shard until it is there.
+            several = len(group.parts) > 1
+            carried, stays_open = several or not begun.isdisjoint(made), several or not first.is_alone
             if carried and not made <= begun:
                 zeros += self._alone(Step.ZEROS, first.target, made - begun, is_open=True)
             for number, part in enumerate(group.parts):
@@ -211,7 +213,7 @@ class Lowering:
                         senders,
                         receivers,
                         count,
-                        carried=carried or number > 0,
+                        carried=carried,
                         is_open=stays_open,
                         is_onward=first.is_onward,
                         layout=None if first.is_onward else first.source.layout,
@@ -241,7 +243,7 @@ class Lowering:
 
 def _need(groups: Sequence[Group]) -> int:
     """Bytes that a device needs beside the shards of one transfer."""
-    return max((need(part.exchange) for group in groups for part in group.parts), default=0)
+    return max((need(p.exchange) + retyped(p.exchange) for group in groups for p in group.parts), default=0)
 
 
 def _of_words(copies: Copies, words: int) -> Copies:

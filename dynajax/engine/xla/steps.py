@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dynajax.arrays.spmd import Devices, Shape, of_this_process
 from dynajax.engine.xla.programs import Program, Step, payload_shape
 from dynajax.planner.exchanges.exchange import Exchange
-from dynajax.planner.exchanges.part import Part, need, wire_dtype
+from dynajax.planner.exchanges.part import Part, need, retyped, wire_dtype
 from dynajax.planner.exchanges.split import Split
 
 Placed = tuple[Program, Devices]
@@ -66,7 +66,7 @@ class Steps:
     @property
     def need(self) -> int:
         """Bytes that a device needs beside the shards."""
-        return 0 if self.is_copied else self.count * need(self.exchange)
+        return 0 if self.is_copied else self.count * (need(self.exchange) + retyped(self.exchange))
 
     @property
     def is_collective(self) -> bool:

@@ -18,7 +18,7 @@ from dynajax.planner.exchanges.by_box import by_box
 from dynajax.planner.exchanges.by_chunk import by_chunk
 from dynajax.planner.exchanges.collective import by_collective
 from dynajax.planner.exchanges.exchange import Exchange
-from dynajax.planner.exchanges.part import Part, travels, wire_dtype
+from dynajax.planner.exchanges.part import Part, retyped, travels, wire_dtype
 from dynajax.planner.exchanges.slices import Slices
 from dynajax.planner.route import Copies
 from dynajax.types import Ints
@@ -62,6 +62,8 @@ def groups_of(copies: Copies, whole: Exchange, room: int, process: Ints) -> list
         LayoutError: a shard has more chunks than programs can name.
     """
     known: dict[object, tuple[Part, ...] | None] = {}
+    # No cut makes a shard smaller that becomes another type.
+    room = max(room - retyped(whole), room // 8)
 
     def parts(rows: Ints, *ways: _Way) -> tuple[Ints, tuple[Part, ...] | None]:
         """The devices of some copies, and what they do by the first way that they are fit for, if there is one."""

@@ -13,6 +13,9 @@ import numpy as np
 from dynajax.planner.exchanges.exchange import Exchange, Message, Shape
 from dynajax.types import Ints
 
+_LITTLE = 256
+"""Bytes of the numbers that a program computes with besides."""
+
 T = TypeVar("T")
 Tables = Callable[[Ints], tuple[np.ndarray, np.ndarray]]
 """From devices of the group to the chunks of the source, and of the target, that their messages are made of in turn."""
@@ -77,15 +80,19 @@ def box_elements(exchange: Exchange) -> int:
 
 
 def need(exchange: Exchange) -> int:
-    """Bytes that a device needs beside the shards of one source and one target array, at most.
+    """Bytes that a device needs for what comes and goes, beside the shards of one source and one target array.
 
-    What comes and goes lies there at once; small floats are other numbers meanwhile. Programs are compared with it.
+    Of messages, smaller ones need less. Programs are compared with it, and with what ``retyped`` adds.
     """
-    wire = wire_dtype(exchange.dtype)
-    shards = math.prod(exchange.source) + math.prod(exchange.target)
-    retyped = shards * (wire != np.dtype(exchange.dtype))
+    itemsize = wire_dtype(exchange.dtype).itemsize
     if exchange.collective is not None:
-        return wire.itemsize * (3 * exchange.devices * box_elements(exchange) + retyped)
+        return _LITTLE + itemsize * 3 * exchange.devices * box_elements(exchange)
     sent = 2 * sum(elements(exchange, message) for message in exchange.messages)
     parts = len(exchange.sums) * exchange.parts * math.prod(exchange.sums[0].filled.size) if exchange.sums else 0
-    return wire.itemsize * (sent + parts + retyped) + 8 * sum(message.chunks for message in exchange.messages)
+    return _LITTLE + itemsize * (sent + parts) + 8 * sum(message.chunks for message in exchange.messages)
+
+
+def retyped(exchange: Exchange) -> int:
+    """Bytes of a target shard that lies there as what its elements travel as, while it becomes what they are."""
+    wire = wire_dtype(exchange.dtype)
+    return math.prod(exchange.target) * wire.itemsize * (wire != np.dtype(exchange.dtype))
