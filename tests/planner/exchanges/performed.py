@@ -23,7 +23,7 @@ def shard_shape(tiling):
     """The shape of the buffers that hold a tiling: that of its tiles if these are alike and lie there alone."""
     region, size = tiling.region, 0
     for k in range(region.count):
-        last = region.offset[k] + ((region.hi[k] - region.lo[k] - 1) * region.stride[k]).sum()
+        last = region.offset[k] + np.sum((region.hi[k] - region.lo[k] - 1) * region.stride[k])
         size = max(size, int(last) + 1 if region.volumes[k] else 0)
     extent = region.hi - region.lo
     alone = len(np.unique(tiling.holder)) == region.count > 0 and (extent == extent[0]).all()
@@ -34,7 +34,8 @@ def shard_shape(tiling):
 
 def exchanges(pair):
     """For each tensor of a pair of layouts its copies that read sources, and shards of the shapes that they lie in."""
-    for move in build_plan(*pair, AMPLE).moves:
+    source, target = pair
+    for move in build_plan(source, target, AMPLE).moves:
         copies = taken(move.copies, ~move.copies.relayed)
         if len(copies.source):
             route = move.route
