@@ -25,7 +25,6 @@ from dynajax.engine.request import Leaf
 from dynajax.engine.stored import Endpoint
 from dynajax.errors import CheckError
 from dynajax.planner import Move
-from dynajax.planner.diff import cells_of
 from dynajax.processes.consensus import Processes
 from dynajax.types import Ints
 from dynajax.vps import Region, algebra
@@ -171,7 +170,7 @@ class _Pieces:
     @staticmethod
     def of(move: Move) -> _Pieces:
         """What a source box, cut where such boxes overlap, has in common with a target box."""
-        cells, wanted = cells_of(move.source), move.target.region
+        cells, wanted = move.source.region.cells, move.target.region
         cell, row = algebra.overlaps(cells.lo, cells.hi, wanted.lo, wanted.hi)
         lo, hi = np.maximum(cells.lo[cell], wanted.lo[row]), np.minimum(cells.hi[cell], wanted.hi[row])
         order = np.lexsort((move.source.holder[cells.row], cells.of_row))

@@ -16,27 +16,8 @@ import numpy as np
 from dynajax.errors import LayoutError
 from dynajax.types import Ints
 from dynajax.vps import algebra
-from dynajax.vps.tiling import Tiling
-
-
-@dataclass(frozen=True, eq=False)
-class Cells:
-    """Disjoint boxes of a tiling, and who holds each.
-
-    Attributes:
-        lo, hi: shape (cells, rank).
-        first, row: the rows of the tiling that hold cell ``a`` are ``row[first[a]:first[a + 1]]``.
-    """
-
-    lo: Ints
-    hi: Ints
-    first: Ints
-    row: Ints
-
-    @cached_property
-    def of_row(self) -> Ints:
-        """Cell of each entry of ``row``."""
-        return np.repeat(np.arange(len(self.lo)), np.diff(self.first))
+from dynajax.vps.cells import Cells
+from dynajax.vps.tiling import Tiling, segment_sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,34 +64,15 @@ def diff(source: Tiling, target: Tiling, disjoint: bool = False) -> Demand:
         raise LayoutError(f"the target of shape {target.shape} is partial: a move sums parts and makes none")
     if source.shape != target.shape:
         raise LayoutError(f"source shape {source.shape} is not the target shape {target.shape}")
-    cells, wanted = cells_of(source), cells_of(target) if disjoint else _distinct(target)
+    cells, wanted = source.region.cells, target.region.cells if disjoint else target.region.distinct
     cell, box = algebra.overlaps(cells.lo, cells.hi, wanted.lo, wanted.hi)
     lo, hi = np.maximum(cells.lo[cell], wanted.lo[box]), np.minimum(cells.hi[cell], wanted.hi[box])
-    got = np.zeros(len(wanted.lo), np.int64)
-    np.add.at(got, box, algebra.volumes(lo, hi))
-    if (got != algebra.volumes(wanted.lo, wanted.hi)).any():
+    if (segment_sum(box, algebra.volumes(lo, hi), len(wanted.lo)) != algebra.volumes(wanted.lo, wanted.hi)).any():
         raise LayoutError(f"the source lacks a part that the target needs, of the tensor of shape {source.shape}")
     piece, at = algebra.expand(wanted.first[box], wanted.first[box + 1])
     row = wanted.row[at]
     own = _own_rows(cells, source.holder, cell[piece], target.holder[row])
     return Demand(source, target, cells, lo, hi, cell, piece, row, own)
-
-
-def cells_of(tiling: Tiling) -> Cells:
-    """Cells of a tiling: its distinct boxes, cut where they overlap."""
-    distinct = _distinct(tiling)
-    if algebra.are_disjoint(distinct.lo, distinct.hi):
-        return distinct
-    lo, hi = algebra.refine(distinct.lo, distinct.hi)
-    cell, row = algebra.overlaps(lo, hi, tiling.region.lo, tiling.region.hi)
-    return Cells(lo, hi, np.searchsorted(cell, np.arange(len(lo) + 1)), row)
-
-
-def _distinct(tiling: Tiling) -> Cells:
-    """The distinct boxes of a tiling, overlapping or not."""
-    lo, hi, of_row = algebra.unique_boxes(tiling.region.lo, tiling.region.hi)
-    counts = np.bincount(of_row, minlength=len(lo))
-    return Cells(lo, hi, np.concatenate([[0], np.cumsum(counts)]), np.argsort(of_row, kind="stable"))
 
 
 def _own_rows(cells: Cells, holder: Ints, cell: Ints, device: Ints) -> Ints:

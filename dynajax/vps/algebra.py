@@ -28,8 +28,7 @@ def overlaps(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> tuple[Ints, Ints
         if d != dim and len(i):
             keep = np.maximum(a_lo[i, d], b_lo[j, d]) < np.minimum(a_hi[i, d], b_hi[j, d])
             i, j = i[keep], j[keep]
-    order = np.lexsort((j, i))
-    return i[order], j[order]
+    return np.divmod(np.sort(i * len(b_lo) + j), max(len(b_lo), 1))
 
 
 def _most_selective_dim(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> int:
@@ -42,10 +41,9 @@ def _most_selective_dim(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> int:
 
 def _overlaps_1d(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> tuple[Ints, Ints]:
     """Pairs of intervals that share an element; empty intervals share nothing."""
-    unique, members = np.unique(np.stack([b_lo, b_hi], 1), axis=0, return_inverse=True)
-    order = np.argsort(members.ravel(), kind="stable")
-    first = np.concatenate([[0], np.cumsum(np.bincount(members.ravel(), minlength=len(unique)))])
-    u_lo, u_hi = unique[:, 0], unique[:, 1]
+    order, first = grouped(np.stack([b_lo, b_hi], 1))
+    one = order[first[:-1]]
+    u_lo, u_hi = b_lo[one], b_hi[one]
     furthest = np.maximum.accumulate(u_hi) if len(u_hi) else u_hi
     begin = np.searchsorted(furthest, a_lo, side="right")
     end = np.searchsorted(u_lo, a_hi, side="left")
@@ -64,14 +62,48 @@ def expand(begin: Ints, end: Ints) -> tuple[Ints, Ints]:
     return rows, values
 
 
+def grouped(rows: Ints) -> tuple[Ints, Ints]:
+    """Equal rows together: group k, in ascending order, is ``order[first[k]:first[k + 1]]``, ascending too.
+
+    Args:
+        rows: shape (rows, columns).
+
+    Returns:
+        ``order``, shape (rows,), and ``first``, shape (groups + 1,).
+    """
+    key = row_keys(rows)
+    order = np.argsort(key, kind="stable")
+    sorted_key = key[order]
+    begins = np.flatnonzero(np.append(True, sorted_key[1:] != sorted_key[:-1])[: len(key)])
+    return order, np.append(begins, len(key))
+
+
+def row_keys(rows: Ints) -> Ints:
+    """A number for each row; they are ordered, and equal, as rows are."""
+    key, size = np.zeros(len(rows), np.int64), 1
+    if not len(rows):
+        return key
+    low = rows.min(axis=0).tolist()
+    for column, least, most in zip(rows.T, low, rows.max(axis=0).tolist(), strict=True):
+        values, span = column - least, most - least + 1
+        if size * span >= 2**63:
+            key, values = (np.unique(x, return_inverse=True)[1].ravel() for x in (key, values))
+            size, span = int(key.max()) + 1, int(values.max()) + 1
+        key, size = key * span + values, size * span
+    return key
+
+
 def unique_boxes(lo: Ints, hi: Ints) -> tuple[Ints, Ints, Ints]:
     """Distinct boxes ``lo, hi``, sorted, and for each given box the row of its distinct one."""
     rank = lo.shape[1]
     if rank == 0:
         n = min(len(lo), 1)
         return lo[:n], hi[:n], np.zeros(len(lo), np.int64)
-    both, inverse = np.unique(np.concatenate([lo, hi], axis=1), axis=0, return_inverse=True)
-    return both[:, :rank], both[:, rank:], inverse.ravel()
+    order, first = grouped(np.concatenate([lo, hi], axis=1))
+    row = np.empty(len(lo), np.int64)
+    row[order] = np.repeat(np.arange(len(first) - 1), np.diff(first))
+    one = order[first[:-1]]
+    return lo[one], hi[one], row
 
 
 def subtract(lo: Ints, hi: Ints, cut_lo: Ints, cut_hi: Ints) -> tuple[Ints, Ints]:
@@ -102,8 +134,20 @@ def _subtract_one(lo: Ints, hi: Ints, cut_lo: Ints, cut_hi: Ints) -> tuple[Ints,
 
 def are_disjoint(lo: Ints, hi: Ints) -> bool:
     """True if no two non-empty boxes share an element."""
+    if _are_on_a_grid(lo, hi):
+        return True
     i, j = overlaps(lo, hi, lo, hi)
     return bool((i == j).all())
+
+
+def _are_on_a_grid(lo: Ints, hi: Ints) -> bool:
+    """True if no two boxes are equal, and in every dim no two of their intervals overlap unless they are equal."""
+    for begin, end in zip(lo.T, hi.T, strict=True):
+        order, first = grouped(np.stack([begin, end], axis=1))
+        one = order[first[:-1]]
+        if (begin[one][1:] < end[one][:-1]).any():
+            return False
+    return len(grouped(lo)[1]) - 1 == len(lo)
 
 
 def refine(lo: Ints, hi: Ints) -> tuple[Ints, Ints]:

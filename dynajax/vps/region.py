@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from dynajax.types import Bools, Ints
+from dynajax.vps.cells import Cells
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,16 @@ class Region:
     def volumes(self) -> Ints:
         """Elements of each box, shape (boxes,)."""
         return (self.hi - self.lo).prod(axis=1, dtype=np.int64)
+
+    @cached_property
+    def distinct(self) -> Cells:
+        """The distinct boxes, overlapping or not."""
+        return Cells.distinct(self.lo, self.hi)
+
+    @cached_property
+    def cells(self) -> Cells:
+        """The distinct boxes, cut where they overlap."""
+        return self.distinct.refined(self.lo, self.hi)
 
     @property
     def volume(self) -> int:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner.random_layouts import held, shapes, tilings
 
 from dynajax.errors import LayoutError
-from dynajax.planner.diff import cells_of, diff, unchanged_devices
+from dynajax.planner.diff import diff, unchanged_devices
 from dynajax.vps import Region, Tiling, box, interval
 
 SETTINGS = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
@@ -28,23 +28,6 @@ def mask(lo, hi, shape):
     inside = np.zeros(shape, bool)
     inside[tuple(slice(a, b) for a, b in zip(lo.tolist(), hi.tolist(), strict=True))] = True
     return inside
-
-
-@SETTINGS
-@given(two_tilings())
-def test_cells_are_disjoint_and_their_rows_are_all_that_hold_them(pair):
-    tiling = pair[0]
-    cells = cells_of(tiling)
-    region, seen = tiling.region, np.zeros(tiling.shape, int)
-    rows = [mask(region.lo[k], region.hi[k], tiling.shape) for k in range(region.count)]
-    for k in range(len(cells.lo)):
-        inside = mask(cells.lo[k], cells.hi[k], tiling.shape)
-        seen += inside
-        holding = [r for r, row in enumerate(rows) if (row & inside).any()]
-        assert sorted(cells.row[cells.first[k] : cells.first[k + 1]].tolist()) == holding
-        assert all((rows[r] & inside).sum() == inside.sum() for r in holding)
-        assert (cells.of_row[cells.first[k] : cells.first[k + 1]] == k).all()
-    np.testing.assert_array_equal(seen, np.any(rows, axis=0).astype(int) if rows else seen * 0)
 
 
 @SETTINGS
