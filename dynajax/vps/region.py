@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from dynajax.types import Bools, Ints
+from dynajax.vps import algebra
 from dynajax.vps.cells import Cells
 
 
@@ -40,7 +41,7 @@ class Region:
     @cached_property
     def volumes(self) -> Ints:
         """Elements of each box, shape (boxes,)."""
-        return (self.hi - self.lo).prod(axis=1, dtype=np.int64)
+        return algebra.volumes(self.lo, self.hi)
 
     @cached_property
     def distinct(self) -> Cells:
@@ -73,7 +74,7 @@ class Region:
 
     def address(self, rows: Ints, at: Ints) -> Ints:
         """Buffer element of index ``at[k]`` inside box ``rows[k]``."""
-        return self.offset[rows] + ((at - self.lo[rows]) * self.stride[rows]).sum(axis=1)
+        return self.offset[rows] + np.einsum("ij,ij->i", at - self.lo[rows], self.stride[rows])
 
     def __repr__(self) -> str:
         boxes = [
@@ -141,7 +142,7 @@ def intervals(shape: Sequence[int], start: Ints, stop: Ints) -> tuple[Ints, Regi
         prefix, begin, end, owner = _partial_rows(prefix, begin, end, owner, inner)
     owners = np.concatenate([f[0] for f in found])
     lo, hi = (np.concatenate([f[k] for f in found]) for k in (1, 2))
-    flat = (lo * strides).sum(axis=1)
+    flat = lo @ strides
     order = np.lexsort((flat, owners))
     owners, flat = owners[order], flat[order]
     region = Region(lo[order], hi[order], flat - start[owners], np.broadcast_to(strides, (len(flat), rank)))

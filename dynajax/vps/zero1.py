@@ -12,6 +12,7 @@ interleaved in blocks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -220,11 +221,13 @@ def _tiling(folded: Fold, shards: _Shards, first_layer: Ints, before: Ints) -> T
     none = np.zeros((0, len(order)), np.int64)
     pieces = [Region(none, none, np.zeros(0, np.int64), none)]
     back = np.argsort(order)
-    for extent in np.unique(shape, axis=0):
-        mine = np.flatnonzero((shape == extent).all(axis=1))
-        owner, run = intervals(extent.tolist(), start[mine], stop[mine])
+    by_shape, first = algebra.grouped(shape)
+    for span in itertools.pairwise(first.tolist()):
+        mine = by_shape[slice(*span)]
+        extent = shape[mine[0]].tolist()
+        owner, run = intervals(extent, start[mine], stop[mine])
         at = mine[owner]
-        stride = np.broadcast_to(dense_strides(extent.tolist()), run.lo.shape)
+        stride = np.broadcast_to(dense_strides(extent), run.lo.shape)
         box_lo, box_hi = run.lo + corner[at], run.hi + corner[at]
         pieces.append(Region(box_lo[:, back], box_hi[:, back], run.offset, stride[:, back]))
         holders.append(holder[at])

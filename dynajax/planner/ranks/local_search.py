@@ -15,6 +15,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from dynajax.types import Ints
+from dynajax.vps.algebra import expand
 
 HOME = 0.25
 """Bytes that it is worth to give a rank the device of its own number: decides between equals only."""
@@ -114,10 +115,10 @@ class _Placement:
         if (unit, node) not in self._blocks:
             ranks, devices = self._units[unit], self._nodes[node]
             table = np.where(ranks[:, None] == devices, HOME, 0.0)
-            for row, rank in enumerate(ranks.tolist()):
-                mine = slice(self._first[rank], self._first[rank + 1])
-                there = self._node[self._device[mine]] == node
-                table[row, self._column[self._device[mine][there]]] += self._nbytes[mine][there]
+            row, at = expand(self._first[ranks], self._first[ranks + 1])
+            there = self._node[self._device[at]] == node
+            row, at = row[there], at[there]
+            table[row, self._column[self._device[at]]] += self._nbytes[at]
             self._blocks[unit, node] = table
         return self._blocks[unit, node]
 
