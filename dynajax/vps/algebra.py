@@ -22,24 +22,48 @@ def volumes(lo: Ints, hi: Ints) -> Ints:
 def overlaps(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> tuple[Ints, Ints]:
     """Index pairs ``(i, j)``, sorted, for which box i of ``a`` and box j of ``b`` share an element."""
     rank = a_lo.shape[1]
-    if rank == 0:
-        i, j = np.divmod(np.arange(len(a_lo) * len(b_lo)), max(len(b_lo), 1))
-        return i, j
-    dim = _most_selective_dim(a_lo, a_hi, b_lo, b_hi)
-    i, j = _overlaps_1d(a_lo[:, dim], a_hi[:, dim], b_lo[:, dim], b_hi[:, dim])
-    for d in range(rank):
-        if d != dim and len(i):
-            keep = np.maximum(a_lo[i, d], b_lo[j, d]) < np.minimum(a_hi[i, d], b_hi[j, d])
-            i, j = i[keep], j[keep]
-    return np.divmod(np.sort(i * len(b_lo) + j), max(len(b_lo), 1))
+    if rank == 0 or not (len(a_lo) and len(b_lo)):
+        return np.divmod(np.arange(len(a_lo) * len(b_lo)), max(len(b_lo), 1))
+    pairs = [_pairs_along(a_lo[:, d], a_hi[:, d], b_lo[:, d], b_hi[:, d]) for d in range(rank)]
+    dims = sorted(range(rank), key=lambda d: pairs[d])
+    across = dims[min(1, rank - 1)]
+    slabs = len(a_lo) * len(b_lo) // max(pairs[across], 1) if rank > 1 else 1
+    i, j = _overlaps_in_slabs(a_lo, a_hi, b_lo, b_hi, dims[0], across, slabs)
+    for d in dims[1:]:
+        keep = np.maximum(a_lo[i, d], b_lo[j, d]) < np.minimum(a_hi[i, d], b_hi[j, d])
+        i, j = i[keep], j[keep]
+    return np.divmod(np.sort(i * len(b_lo) + j), len(b_lo))
 
 
-def _most_selective_dim(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> int:
-    """The dim along which boxes are thinnest relative to the whole, so that few pairs meet."""
-    if a_lo.shape[1] == 1 or not len(a_lo) or not len(b_lo):
-        return 0
-    width = np.maximum(np.maximum(a_hi.max(0), b_hi.max(0)) - np.minimum(a_lo.min(0), b_lo.min(0)), 1)
-    return int(np.argmin(((a_hi - a_lo).mean(0) + (b_hi - b_lo).mean(0)) / width))
+def _pairs_along(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> int:
+    """How many pairs of intervals share an element, if none is empty."""
+    before = np.searchsorted(np.sort(b_hi), a_lo, side="right")
+    return int((np.searchsorted(np.sort(b_lo), a_hi, side="left") - before).sum())
+
+
+def _overlaps_in_slabs(
+    a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints, dim: int, across: int, count: int
+) -> tuple[Ints, Ints]:
+    """Pairs of boxes that overlap along ``dim`` and meet the same slab.
+
+    About ``count`` slabs are cut along ``across``, in which as many boxes begin each; a box that meets several is in
+    each of them.
+    """
+    starts = np.sort(np.concatenate([a_lo[:, across], b_lo[:, across]]))
+    slabs = np.unique(starts[np.arange(1, count) * len(starts) // count])
+    first, width = [], int(max(a_hi[:, dim].max(), b_hi[:, dim].max())) + 1
+    listed: list[tuple[Ints, Ints, Ints]] = []
+    for lo, hi in ((a_lo, a_hi), (b_lo, b_hi)):
+        begin = np.searchsorted(slabs, lo[:, across], side="right")
+        end = np.searchsorted(slabs, hi[:, across], side="left") + 1
+        row, slab = expand(begin, np.maximum(end, begin))
+        first.append(begin)
+        listed.append((row, slab * width + lo[row, dim], slab * width + hi[row, dim]))
+    (a, *a_ends), (b, *b_ends) = listed
+    p, q = _overlaps_1d(*a_ends, *b_ends)
+    i, j = a[p], b[q]
+    once = a_ends[0][p] // width == np.maximum(first[0][i], first[1][j])
+    return i[once], j[once]
 
 
 def _overlaps_1d(a_lo: Ints, a_hi: Ints, b_lo: Ints, b_hi: Ints) -> tuple[Ints, Ints]:

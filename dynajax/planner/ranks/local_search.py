@@ -82,10 +82,9 @@ class _Placement:
 
     def improve(self, unit: int) -> bool:
         """Take the first step that moves this unit and keeps more; True if there is one."""
-        here = self._at[unit]
-        for there in np.argsort(-self._bound[unit], kind="stable").tolist():
-            if self._bound[unit, there] <= self._bound[unit, here]:
-                return False
+        here, bound = self._at[unit], self._bound[unit]
+        better = np.flatnonzero(bound > bound[here])
+        for there in better[np.argsort(-bound[better], kind="stable")].tolist():
             for other in [*self._members[there], None]:
                 if self._swap(unit, other, here, there):
                     return True
