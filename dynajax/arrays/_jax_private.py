@@ -17,7 +17,7 @@ from jax._src.array import ArrayImpl
 from jax._src.interpreters import pxla
 from jax._src.random import prng
 from jax.experimental import serialize_executable
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from dynajax.errors import DynajaxError
 
@@ -121,10 +121,11 @@ class Disowner:
         if not order:
             array.delete()
             return
-        for device in order:
-            if (device, kind) not in self._stand_ins:
-                place = SingleDeviceSharding(device, memory_kind=kind)
-                self._stand_ins[device, kind] = jax.device_put(np.zeros((), np.uint8), place)
+        new = [device for device in order if (device, kind) not in self._stand_ins]
+        if new:
+            place = NamedSharding(Mesh(np.asarray(new), ("x",)), PartitionSpec("x"), memory_kind=kind)
+            made = shards(jax.device_put(np.zeros(len(new), np.uint8), place))
+            self._stand_ins |= zip([(device, kind) for device in new], made, strict=True)
         hollow, whole = (_like(array, b) for b in ([self._stand_ins[d, kind] for d in order], shards(array)))
         array.__dict__.pop("addressable_shards", None)  # a cache that holds the buffers
         self._whole.append((array, whole))

@@ -34,6 +34,7 @@ def spec_of(shape: Shape) -> PartitionSpec:
     return PartitionSpec(AXIS) if shape else PartitionSpec()
 
 
+@functools.lru_cache(maxsize=_KEPT)
 def over(devices: Devices, shape: Shape, dtype: Any, spec: PartitionSpec | None = None) -> jax.ShapeDtypeStruct:
     """What an array with a block of ``shape`` on each device is like."""
     spec = spec_of(shape) if spec is None else spec
@@ -45,7 +46,7 @@ def joined(devices: Devices, shape: Shape, dtype: Any, blocks: Mapping[jax.Devic
     """One array over the devices, made of the blocks of those that are of this process."""
     like = over(devices, shape, dtype)
     mine = [blocks[d] for d in of_this_process(devices)]
-    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, mine, dtype=dtype)
+    return private.assemble(like.shape, like, like.sharding, mine, of_this_process(devices))
 
 
 def blocks_of(array: jax.Array, devices: Devices) -> dict[jax.Device, jax.Array]:
@@ -53,6 +54,7 @@ def blocks_of(array: jax.Array, devices: Devices) -> dict[jax.Device, jax.Array]
     return dict(zip(of_this_process(devices), private.shards(array), strict=True))
 
 
+@functools.lru_cache(maxsize=_KEPT)
 def of_this_process(devices: Devices) -> Devices:
     """Those that are of this process, in their order."""
     return tuple(d for d in devices if d.process_index == d.client.process_index())

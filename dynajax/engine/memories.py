@@ -72,8 +72,14 @@ class Memories:
 
     def numbers(self, sharding: Sharding) -> dict[jax.Device, int]:
         """Number of each device of a sharding, in that sharding's memory."""
-        kind = memory_kind(sharding)
-        return {d: self.number[d, kind] for d in sharding.device_set}
+        if sharding not in self._numbers:
+            kind = memory_kind(sharding)
+            self._numbers[sharding] = {d: self.number[d, kind] for d in sharding.device_set}
+        return self._numbers[sharding]
+
+    @cached_property
+    def _numbers(self) -> dict[Sharding, dict[jax.Device, int]]:
+        return {}
 
     def by_tier(self, plan: Plan) -> dict[str, int]:
         """Bytes that a plan moves over each kind of link; see ``Report``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from dynajax.arrays import _jax_private as private
 from dynajax.arrays.spmd import Devices, Shape, blocks_of, joined, of_this_process, rows, told
 from dynajax.bytesize import format_bytes
-from dynajax.engine.memories import Memories, shards_of
+from dynajax.engine.memories import Memories
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.request import Request
 from dynajax.engine.stored import Endpoint
@@ -169,9 +170,11 @@ class XlaFilling:
 
     def _source(self, end: Endpoint) -> Blocks:
         """The shards of a source array, by device."""
-        shards = shards_of(self._arrays[end.index], self._memories)
-        blocks = {self._memories.listed[n][0]: shard for n, shard in shards.items()}
-        return {d: _moved(b, d, d.default_memory().kind, end.memory_kind) for d, b in blocks.items()}
+        array = self._arrays[end.index]
+        if not isinstance(array, jax.Array):
+            return {}
+        blocks = zip(private.device_order(array.sharding), private.shards(private.physical(array)), strict=True)
+        return {d: _moved(b, d, _default_kind(d), end.memory_kind) for d, b in blocks}
 
     def _finished(self, finish: Finish) -> dict[int, jax.Array]:
         """The shards of a target array, by the number of their memory."""
@@ -185,7 +188,7 @@ class XlaFilling:
             blocks |= blocks_of(load(program, devices)([shape])[0], devices)
         number = self._memories.numbers(end.stored.sharding)
         kind = end.memory_kind
-        return {number[d]: _moved(b, d, kind, d.default_memory().kind) for d, b in blocks.items()}
+        return {number[d]: _moved(b, d, kind, _default_kind(d)) for d, b in blocks.items()}
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -305,6 +308,11 @@ def _any_of(payloads: Sequence[Blocks], device: jax.Device, shape: Shape, dtype:
     there = (blocks[device] for blocks in payloads if device in blocks)
     found = next((block for block in there if block.shape == shape), None)
     return jax.device_put(np.zeros(shape, dtype), device) if found is None else found
+
+
+@functools.cache
+def _default_kind(device: jax.Device) -> str:
+    return device.default_memory().kind
 
 
 def _moved(block: jax.Array, device: jax.Device, kind: str | None, present: str | None) -> jax.Array:
