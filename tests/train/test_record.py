@@ -7,7 +7,15 @@ STEP_FIELDS = {"event", "step", "loss", "tokens", "samples", "strategy", "step_s
 SWITCH_FIELDS = {
     *("event", "step", "from", "to", "pause_s", "prepared"),
     *("plan_s", "compile_s", "group_s", "pack_s", "move_s", "unpack_s", "verify_s", "free_s", "total_s"),
-    *("bytes_moved", "bytes_travelled", "bytes_retained", "bytes_lower_bound", "bytes_by_tier", "peak_extra_bytes", "budget_bytes"),
+    *(
+        "bytes_moved",
+        "bytes_travelled",
+        "bytes_retained",
+        "bytes_lower_bound",
+        "bytes_by_tier",
+        "peak_extra_bytes",
+        "budget_bytes",
+    ),
     *("stages", "leaves", "path", "commit", "snapshot"),
 }
 
