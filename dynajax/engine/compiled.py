@@ -72,9 +72,20 @@ def planned(transport: Transport, budget: int, ownership: Ownership, topology: T
     request, memories, room = transport.request, transport.memories, transport.room(budget)
     source, target = layouts(request, memories)
     keep = frozenset(row for row, end in enumerate(request.rows) if not request.gives(end))
+    # A buffer that is not row-major cannot be one of a row-major array.
+    rewritten = frozenset(row for row, leaf in enumerate(request.leaves) if leaf.is_turned)
     links, donate = None if topology is None else memories.links(topology), ownership is Ownership.STAGED
     try:
-        plan = build_plan(source, target, budget - room, donate, topology=links, at_once=transport.at_once, keep=keep)
+        plan = build_plan(
+            source,
+            target,
+            budget - room,
+            donate,
+            topology=links,
+            at_once=transport.at_once,
+            keep=keep,
+            rewritten=rewritten,
+        )
     except BudgetError as error:
         if not room:
             raise
@@ -253,6 +264,12 @@ def require_same(transport: Transport, plan: Plan) -> None:
         x and x.key for x in (source.arrays, target.arrays)
     ]:
         raise TargetError("the plan was made for another state or other targets; make a new one with plan_reshard")
+    for move, leaf in zip(plan.moves, transport.request.leaves, strict=True):
+        if leaf.is_turned and len(move.kept):
+            raise TargetError(
+                f"{move.tensor.path}: the plan lets shards stay that are not row-major in memory; make a new one with "
+                "plan_reshard, from the arrays"
+            )
 
 
 def _unlike(array: Any, like: ArraySpec) -> str:

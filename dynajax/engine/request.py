@@ -47,6 +47,11 @@ class Leaf:
         """True if one array stores the tensor before the move, and one that stores nothing else after it."""
         return len(self.sources) == len(self.targets) == self.targets[0].tensors == 1
 
+    @property
+    def is_turned(self) -> bool:
+        """True if an array that stores the tensor before the move is not row-major in memory."""
+        return any(end.layout is not None for end in self.sources)
+
 
 @dataclass(frozen=True, eq=False)
 class Request:

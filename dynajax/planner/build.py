@@ -26,6 +26,7 @@ def build_plan(
     granularity: Granularity = Granularity.SHARDS,
     at_once: int | None = None,
     keep: frozenset[int] = frozenset(),
+    rewritten: frozenset[int] = frozenset(),
 ) -> Plan:
     """The plan of a move between two layouts of one space.
 
@@ -39,6 +40,7 @@ def build_plan(
             None for any.
         keep: rows of the source's arrays (of its tensors, if each has one of its own) that are not given up all the
             same.
+        rewritten: rows of tensors whose buffers never stay as they are, even where nothing else changes.
 
     Raises:
         LayoutError: the layouts are of different spaces, the source lacks what the target needs, or the target is
@@ -49,7 +51,7 @@ def build_plan(
     _require_one_space(source, target)
     devices = max(source.num_devices, target.num_devices, 1)
     disjoint = granularity is Granularity.PACKED or (topology is not None and topology.num_nodes > 1)
-    members = _by_geometry(source, target)
+    members = _by_geometry(source, target, rewritten)
     sizes = [t.itemsize for t in source.space]
     geometries = [
         Geometry(
@@ -103,14 +105,16 @@ def _packed(moves: tuple[Move, ...], devices: int, budget: int, donate: bool, to
     return Plan(moves, tuple(tuple(sorted(s)) for s in stages), budget, donate, footprint, Granularity.PACKED, topology)
 
 
-def _by_geometry(source: Layout, target: Layout) -> list[tuple[Tiling, Tiling, bool, list[int]]]:
+def _by_geometry(
+    source: Layout, target: Layout, rewritten: frozenset[int]
+) -> list[tuple[Tiling, Tiling, bool, list[int]]]:
     """Group the tensors whose moves are alike.
 
     Returns:
-        For each group: its source tiling, its target tiling, whether its tensors have arrays of their own (so
-        that their buffers may stay), and the rows of its tensors in the space.
+        For each group: its source tiling, its target tiling, whether its tensors have arrays of their own that
+        are not rewritten (so that their buffers may stay), and the rows of its tensors in the space.
     """
-    shared = frozenset[int]().union(*(x.arrays.shared for x in (source, target) if x.arrays is not None))
+    shared = rewritten.union(*(x.arrays.shared for x in (source, target) if x.arrays is not None))
     found: dict[tuple[bytes, bytes, bool], tuple[Tiling, Tiling, bool, list[int]]] = {}
     for k, (before, after) in enumerate(zip(source.tilings, target.tilings, strict=True)):
         alone = k not in shared
