@@ -44,8 +44,20 @@ def assemble(
     dtype, inner = physical_element(like.dtype)
     shaped = core.ShapedArray((*shape, *inner), dtype, weak_type=not inner and is_weak(like))
     aval = core.update_aval_with_sharding(shaped, sharding)
+    if any(isinstance(b, jax.Array) for b in buffers):
+        # Of a replicated array JAX would use one buffer for all devices, and none of theirs.
+        buffers = [
+            b if isinstance(b, jax.Array) else _on(b, d, sharding) for b, d in zip(buffers, devices, strict=True)
+        ]
     made = pxla.batched_device_put(aval, sharding, buffers, devices, True)  # pyright: ignore[reportArgumentType]
     return prng.random_wrap(made, impl=like.dtype._impl) if inner else made  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _on(buffer: np.ndarray[Any, Any], device: jax.Device, sharding: Sharding) -> jax.Array:
+    """A numpy buffer as an array of one device."""
+    place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+    aval = core.update_aval_with_sharding(core.ShapedArray(buffer.shape, buffer.dtype), place)
+    return pxla.batched_device_put(aval, place, [buffer], [device], True)  # pyright: ignore[reportArgumentType]
 
 
 def told(value: np.ndarray[Any, Any], like: Any, sharding: Sharding) -> jax.Array:

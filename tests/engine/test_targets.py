@@ -12,6 +12,8 @@ from engine.states import P, mesh
 from jax.sharding import Mesh, NamedSharding
 
 import dynajax as dj
+from dynajax.engine import prepare_reshard
+from dynajax.engine.transport import Path
 from dynajax.errors import CheckError, TargetError
 
 
@@ -120,3 +122,78 @@ def test_unequal_replicas_are_named_when_asked() -> None:
 def test_a_path_that_is_none_is_refused() -> None:
     with pytest.raises(TargetError, match="'rdma'; give one of 'shared memory', 'xla' or None"):
         dj.plan_reshard(_state(), TARGET, path="rdma")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("path", ["shared memory", "xla"])
+def test_a_device_and_a_spec_are_targets(path: Path) -> None:
+    device = jax.devices()[3]
+    moved, _ = dj.reshard(_state(), {"a": device, "step": TARGET}, path=path)
+    assert {d for x in jax.tree.leaves(moved["a"]) for d in x.devices()} == {device}
+    assert np.array_equal(moved["a"]["b"], np.arange(8))
+    on = mesh("tp4 overlapping")
+    with jax.set_mesh(on):
+        moved, _ = dj.reshard(_state(), {"a": P("tp"), "step": P()}, path=path, donate=True)
+        planned = dj.plan_reshard(_state(), P())
+    assert moved["a"]["w"].sharding == NamedSharding(on, P("tp"))
+    assert planned.digest == dj.plan_reshard(_state(), NamedSharding(on, P())).digest
+
+
+def test_none_leaves_an_array_as_it_is() -> None:
+    state = _state()
+    moved, report = dj.reshard(state, {"a": {"w": ROWS, "b": None}, "step": None}, donate=True)
+    assert moved["a"]["b"] is state["a"]["b"]
+    assert moved["step"] is state["step"]
+    assert moved["a"]["w"].sharding == ROWS
+    assert report.leaves >= 1
+    assert [x.is_deleted() for x in jax.tree.leaves(state)] == [False, True, False]
+
+
+def test_none_of_the_state_is_passed_on() -> None:
+    state = _state() | {"ema": None}
+    for targets in (TARGET, {"a": ROWS, "step": TARGET, "ema": None}):
+        moved, _ = dj.reshard(state, targets)
+        assert moved["ema"] is None
+        assert jax.tree.structure(moved) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("path", ["shared memory", "xla"])
+def test_donation_is_said_array_by_array(path: Path) -> None:
+    state = _state()
+    moved, _ = dj.reshard(state, TARGET, donate={"a": {"w": True, "b": False}, "step": False}, path=path)
+    assert [x.is_deleted() for x in jax.tree.leaves(state)] == [False, True, False]
+    assert np.array_equal(moved["a"]["w"], np.ones((8, 8)))
+    assert np.array_equal(state["a"]["b"], moved["a"]["b"])
+    with pytest.raises(TargetError, match=r"missing: \['a'\]\['b'\]"):
+        dj.reshard(moved, TARGET, donate={"a": {"w": True}, "step": False})
+
+
+EXPLICIT = jax.sharding.AbstractMesh((8,), ("x",))
+
+
+@pytest.mark.parametrize("path", ["shared memory", "xla", None])
+@pytest.mark.parametrize(
+    ("leaf", "target", "message"),
+    [
+        (np.zeros((8, 4)), NamedSharding(EXPLICIT, P("x")), r"\['leaf'\].*[Mm]esh"),
+        (np.zeros((8, 4)), P("x"), r"\['leaf'\].*no mesh is set"),
+        (np.zeros((10, 4)), ROWS, r"\['leaf'\].*dim 0 of size 10"),
+        (np.float32(1), ROWS, r"\['leaf'\]"),
+        (np.zeros((8, 4)), NamedSharding(TARGET.mesh, P(None, None, "x")), r"\['leaf'\]"),
+        (np.zeros((8, 4)), NamedSharding(TARGET.mesh, P(None, "x")).update(memory_kind="pinned_host"), None),
+        (np.zeros((8, 4)), 3, r"\['leaf'\].*int"),
+        (np.zeros((8, 4)), "cpu", r"\['leaf'\].*str"),
+    ],
+)
+def test_refusals_name_the_leaf_and_come_before_anything_is_given_up(
+    leaf: Any, target: Any, message: str | None, path: Path | None
+) -> None:
+    state = {"first": jax.device_put(np.ones((8, 8)), TARGET), "leaf": jax.device_put(leaf, TARGET)}
+    goal = {"first": NamedSharding(mesh("tp8"), P("tp")), "leaf": target}
+    if message is None:
+        assert dj.reshard(state, goal, path=path)[0]["leaf"].sharding == target
+        return
+    for call in (dj.plan_reshard, dj.reshard, prepare_reshard):
+        with pytest.raises(TargetError, match=message) as error:
+            call(state, goal, donate=True, path=path)
+        assert "\n" not in str(error.value)
+    assert not any(x.is_deleted() for x in state.values())
