@@ -36,8 +36,8 @@ def random_tree(rng: np.random.Generator, source: str, target: str, leaves: int)
     """Values, and where they are before and after."""
     kinds = [SHAPES[k] for k in rng.integers(0, len(SHAPES), leaves)]
     values = [rng.integers(0, 100, shape).astype(dtype) for shape, dtype in kinds]
-    ends = [[random_sharding(rng, name, np.ndim(v)) for v in values] for name in (source, target)]
-    return values, *ends
+    before, after = ([random_sharding(rng, name, np.ndim(v)) for v in values] for name in (source, target))
+    return values, before, after
 
 
 def where(array: jax.Array) -> dict[tuple[jax.Device, str], int]:
