@@ -68,7 +68,7 @@ class _Placement:
         self._blocks: dict[tuple[int, int], np.ndarray] = {}
         self._at = list(start)
         self._members = [[u for u, n in enumerate(start) if n == node] for node in range(len(nodes))]
-        self._value = [self._best(node, members)[0] for node, members in enumerate(self._members)]
+        self._kept = [self._best(node, members) for node, members in enumerate(self._members)]
         self._bound = self._bounds(common)
 
     def _bounds(self, common: CommonBytes) -> np.ndarray:
@@ -93,15 +93,15 @@ class _Placement:
     def _swap(self, unit: int, other: int | None, here: int, there: int) -> bool:
         stay = [u for u in self._members[here] if u != unit] + ([] if other is None else [other])
         come = [u for u in self._members[there] if u != other] + [unit]
-        now = self._value[here] + self._value[there] + _LEAST_GAIN
+        now = self._kept[here][0] + self._kept[there][0] + _LEAST_GAIN
         fits = all(self._fits(members, node) for members, node in ((stay, here), (come, there)))
         if not fits or self._bound[stay, here].sum() + self._bound[come, there].sum() <= now:
             return False
-        values = self._best(here, stay)[0], self._best(there, come)[0]
-        if sum(values) <= now:
+        kept = self._best(here, stay), self._best(there, come)
+        if kept[0][0] + kept[1][0] <= now:
             return False
-        for node, members, value in ((here, stay, values[0]), (there, come, values[1])):
-            self._members[node], self._value[node] = members, value
+        for node, members, best in ((here, stay, kept[0]), (there, come, kept[1])):
+            self._members[node], self._kept[node] = members, best
             for u in members:
                 self._at[u] = node
         return True
@@ -134,7 +134,7 @@ class _Placement:
         placed: dict[int, Ints] = {}
         for node, members in enumerate(self._members):
             borders = np.cumsum([len(self._units[u]) for u in members])[:-1]
-            placed |= zip(members, np.split(self._best(node, members)[1], borders), strict=False)
+            placed |= zip(members, np.split(self._kept[node][1], borders), strict=False)
         return [placed[u] for u in range(len(self._units))]
 
 
