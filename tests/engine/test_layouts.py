@@ -39,8 +39,9 @@ def by_auto() -> jax.Array:
     return turned.lower(like).compile()(jax.device_put(WANT.T, columns))
 
 
-@pytest.mark.parametrize("make", [put, by_jit, by_auto])
-@pytest.mark.parametrize("options", [{}, {"donate": True}, {"donate": True, "commit": "safe"}])
+@pytest.mark.parametrize(
+    ("make", "options"), [(put, {}), (by_jit, {"donate": True}), (by_auto, {"donate": True, "commit": "safe"})]
+)
 @pytest.mark.parametrize("target", ["tp8", "tp8 reversed", "fsdp4.tp2", "tp4 overlapping", "tp2 disjoint"])
 @pytest.mark.parametrize("spec", [P("tp"), P(None, "tp"), P()])
 def test_the_order_in_memory_changes_no_value(make: Any, options: Any, target: str, spec: Any, path: Path) -> None:

@@ -57,12 +57,11 @@ def targets() -> Any:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_move_is_the_same_whatever_is_set(setting: str, donate: bool, targets: Any, path: Path) -> None:
+def test_a_move_is_the_same_whatever_is_set(setting: str, targets: Any, path: Path) -> None:
     tree = state("dp2.tp4")
     with SETTINGS[setting]():
         before = seen()
-        moved, report = dj.reshard(tree, targets, donate=donate, check=True, budget="64KB", path=path)
+        moved, report = dj.reshard(tree, targets, donate=True, check=True, budget="64KB", path=path)
         assert seen() == before
     assert report.bytes_moved == report.bytes_lower_bound
     assert_same_bits(moved, host_state())
