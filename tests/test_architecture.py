@@ -256,6 +256,22 @@ def untested_modules(files: Sequence[Source]) -> Iterator[str]:
                 yield f"{source.path}: has no tests in {test}"
 
 
+def repeated_names(files: Sequence[Source]) -> Iterator[str]:
+    """Public classes and functions of the package that another module has one of by the same name.
+
+    Commands are left out: each is a ``run``.
+    """
+    found: dict[str, str] = {}
+    for source in files:
+        if not source.module.startswith("dynajax") or source.layer in EDGE:
+            continue
+        for node in ast.parse(source.text).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                other = found.setdefault(node.name, source.path)
+                if other != source.path:
+                    yield f"{source.path}: {node.name} is a name in {other} too"
+
+
 CODE_RULES = [
     upward_imports,
     impure_imports,
@@ -279,6 +295,10 @@ def test_no_modules_import_one_another_in_a_circle():
 
 def test_modules_have_tests_of_their_own():
     assert not list(untested_modules(sources()))
+
+
+def test_a_name_means_one_thing():
+    assert not list(repeated_names(sources()))
 
 
 def test_no_text_has_unfinished_notes_or_paths_of_a_machine():

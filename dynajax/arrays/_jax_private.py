@@ -60,7 +60,7 @@ def _on(buffer: np.ndarray[Any, Any], device: jax.Device, sharding: Sharding) ->
     return pxla.batched_device_put(aval, place, [buffer], [device], True)  # pyright: ignore[reportArgumentType]
 
 
-def told(value: np.ndarray[Any, Any], like: Any, sharding: Sharding) -> jax.Array:
+def array_of_value(value: np.ndarray[Any, Any], like: Any, sharding: Sharding) -> jax.Array:
     """An array of a value that every process has, machine numbers of keys too; each fills its own shards."""
     order = device_order(sharding)
     index = sharding.addressable_devices_indices_map(tuple(like.shape))
@@ -213,7 +213,7 @@ _SETTINGS: tuple[tuple[Any, Any], ...] = (
 )
 
 
-def run(compiled: jax.stages.Compiled, arguments: Sequence[jax.Array]) -> list[jax.Array]:
+def run_compiled(compiled: jax.stages.Compiled, arguments: Sequence[jax.Array]) -> list[jax.Array]:
     """Run a compiled program on arrays that lie where it was compiled for.
 
     ``Compiled`` itself compares layouts and refuses numbers of less than a byte: those of arrays do not say their

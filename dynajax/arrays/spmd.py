@@ -42,7 +42,7 @@ def over(devices: Devices, shape: Shape, dtype: Any, spec: PartitionSpec | None 
     return jax.ShapeDtypeStruct(whole, dtype, sharding=NamedSharding(mesh_of(devices), spec))
 
 
-def joined(devices: Devices, shape: Shape, dtype: Any, blocks: Mapping[jax.Device, jax.Array]) -> jax.Array:
+def array_of_blocks(devices: Devices, shape: Shape, dtype: Any, blocks: Mapping[jax.Device, jax.Array]) -> jax.Array:
     """One array over the devices, made of the blocks of those that are of this process."""
     like = over(devices, shape, dtype)
     mine = [blocks[d] for d in of_this_process(devices)]
@@ -60,7 +60,7 @@ def of_this_process(devices: Devices) -> Devices:
     return tuple(d for d in devices if d.process_index == d.client.process_index())
 
 
-def told(devices: Devices, numbers: Any) -> jax.Array:
+def replicated(devices: Devices, numbers: Any) -> jax.Array:
     """Numbers that all devices are told, the same in every process. (``device_put`` would have them compare.)"""
     table = np.asarray(numbers, np.int32)
     like = over(devices, table.shape, np.int32, PartitionSpec())
@@ -76,4 +76,4 @@ def rows(devices: Devices, table: np.ndarray) -> jax.Array:
     """
     here = list(of_this_process(devices))
     put = jax.device_put(list(table), here) if here else []
-    return joined(devices, table.shape[1:], table.dtype, dict(zip(here, put, strict=True)))
+    return array_of_blocks(devices, table.shape[1:], table.dtype, dict(zip(here, put, strict=True)))

@@ -236,13 +236,14 @@ class Compiled:
                     f"{self._request.paths[k]}: processes have different values; make them equal first"
                 )
         return {
-            end.index: private.told(values[k], end.like, end.stored.sharding) for k, end in self._request.told.items()
+            end.index: private.array_of_value(values[k], end.like, end.stored.sharding)
+            for k, end in self._request.told.items()
         }
 
 
 def programs_compiled() -> int:
     """Programs compiled for moves since the process began."""
-    return programs.compiled_so_far() + uninitialised.compiled_so_far()
+    return programs.exchanges_compiled() + uninitialised.allocators_compiled()
 
 
 def wait_for(request: Request, arrays: Sequence[Any]) -> None:

@@ -92,11 +92,11 @@ class Stopwatch:
         self.seconds[name] += time.perf_counter() - start
 
     @contextmanager
-    def compiling(self, compiled_so_far: Callable[[], int]) -> Iterator[None]:
+    def compiling(self, programs_compiled: Callable[[], int]) -> Iterator[None]:
         """Count the body's time as compiling; finding what was compiled before is setting up."""
-        start, before = time.perf_counter(), compiled_so_far()
+        start, before = time.perf_counter(), programs_compiled()
         yield
-        self.seconds["group" if compiled_so_far() == before else "compile"] += time.perf_counter() - start
+        self.seconds["group" if programs_compiled() == before else "compile"] += time.perf_counter() - start
 
     def report(self, plan: Plan, **facts: Any) -> Report:
         """The report of a finished move: times, the plan's bytes, and the facts that only the engine knows."""

@@ -79,7 +79,7 @@ class Processes:
             part = said[start : start + _WORDS]
             table = np.tile(np.pad(part, (0, _WORDS - len(part))), (len(self._here), 1))
             with self.waiting():
-                heard_here = private.run(program, [rows(self._devices, table)])[0]
+                heard_here = private.run_compiled(program, [rows(self._devices, table)])[0]
                 all_of_it = blocks_of(heard_here, self._devices)[self._here[0]]
                 heard.append(np.asarray(all_of_it).reshape(devices, _WORDS)[list(self._first.values()), : len(part)])
         return np.concatenate(heard, axis=1) if heard else np.zeros((len(self._first), 0), np.uint32)

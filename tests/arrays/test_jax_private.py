@@ -113,7 +113,7 @@ def test_a_compiled_program_runs_on_arrays_and_on_other_devices(dtype: Any) -> N
             else private.loaded_for(compiled, *(list(np.asarray(m.devices).flat) for m in on))
         )
         x = jax.device_put(values.astype(dtype), NamedSharding(mesh_there, P("x")))
-        (made,) = private.run(program, [x])[:1]
+        (made,) = private.run_compiled(program, [x])[:1]
         assert made.sharding.device_set == set(mesh_there.devices.flat)
         assert np.array_equal(np.asarray(made).astype(np.int8), np.roll(values, 2, axis=0))
 
@@ -155,9 +155,9 @@ def test_pointers_are_where_the_shards_lie() -> None:
 def test_a_value_that_is_told_fills_every_shard() -> None:
     value = np.arange(32, dtype=np.int16).reshape(8, 4)
     like = jax.ShapeDtypeStruct((8, 4), np.int16)
-    made = private.told(value, like, _array().sharding)
+    made = private.array_of_value(value, like, _array().sharding)
     assert made.sharding == _array().sharding
     assert np.array_equal(made, value)
     key = jax.random.key(3)
-    keys = private.told(np.asarray(jax.random.key_data(key)), key, NamedSharding(mesh("tp8"), P()))
+    keys = private.array_of_value(np.asarray(jax.random.key_data(key)), key, NamedSharding(mesh("tp8"), P()))
     assert np.array_equal(jax.random.key_data(keys), jax.random.key_data(key))

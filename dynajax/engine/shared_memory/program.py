@@ -142,7 +142,7 @@ class StageCopies:
         return groups
 
 
-class Lowering:
+class CopyLowering:
     """Lowers the stages of a plan, in their order.
 
     Args:

@@ -23,7 +23,7 @@ from dynajax.engine.memories import Memories, shards_of
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.request import Request
 from dynajax.engine.shared_memory import uninitialised
-from dynajax.engine.shared_memory.program import ALIGNMENT, Allocation, Batch, Lowering, StageCopies
+from dynajax.engine.shared_memory.program import ALIGNMENT, Allocation, Batch, CopyLowering, StageCopies
 from dynajax.engine.stored import Endpoint
 from dynajax.engine.transport import Path
 from dynajax.planner import Plan
@@ -58,7 +58,7 @@ class SharedMemory:
 
     def lower(self, plan: Plan, room: int) -> CopyProgram:
         """See ``Transport``."""
-        lowering = Lowering(self.memories, self.request.leaves, self.donatable)
+        lowering = CopyLowering(self.memories, self.request.leaves, self.donatable)
         stages = [[(plan.moves[k], self.request.leaves[k]) for k in stage] for stage in plan.stages]
         return CopyProgram(self.memories, tuple(map(lowering.stage, stages)), plan.bytes_moved)
 

@@ -100,7 +100,7 @@ def allocator(device: jax.Device, shape: tuple[int, ...], dtype: np.dtype[Any]) 
     return jax.jit(_call(shape, dtype), out_shardings=SingleDeviceSharding(device)).lower().compile()
 
 
-def compiled_so_far() -> int:
+def allocators_compiled() -> int:
     """Programs compiled since the process began."""
     return allocator.cache_info().misses
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from dynajax.arrays.spmd import AXIS
 from dynajax.engine.xla.bitcast import from_wire, to_wire
-from dynajax.planner.exchanges.exchange import Collective, Cut, Exchange, Grid, Message, Shape, Slice
+from dynajax.planner.exchanges.exchange import Box, Collective, Exchange, Grid, Message, Shape, Slice
 from dynajax.planner.exchanges.part import wire_dtype
 
 Blocks = Sequence[jax.Array]
@@ -65,7 +65,7 @@ def cut_out(exchange: Exchange, sources: Blocks, given: Given) -> list[jax.Array
             pieces = [x.reshape(-1, exchange.chunk).at[rows].get(mode="promise_in_bounds") for x in wires]
             at += message.chunks
         else:
-            pieces = [_cut(x, cut.read, given) for x in wires for cut in message.cuts]
+            pieces = [_cut(x, cut.read, given) for x in wires for cut in message.boxes]
         made.append(pieces[0] if len(pieces) == 1 else jnp.concatenate([p.reshape(-1) for p in pieces]))
     return made
 
@@ -99,9 +99,9 @@ def _placed(exchange: Exchange, payloads: Blocks, target: jax.Array | None, give
             target = _scattered(exchange, message, payload, target, given, row)
             row += message.chunks
             continue
-        here, ends = _is_one_of(message.receivers, exchange.devices), itertools.accumulate(map(_size, message.cuts))
-        pieces = [payload] if len(message.cuts) == 1 else jnp.split(payload, list(ends)[:-1])
-        for cut, piece in zip(message.cuts, pieces, strict=True):
+        here, ends = _is_one_of(message.receivers, exchange.devices), itertools.accumulate(map(_size, message.boxes))
+        pieces = [payload] if len(message.boxes) == 1 else jnp.split(payload, list(ends)[:-1])
+        for cut, piece in zip(message.boxes, pieces, strict=True):
             if cut.slot is None:
                 target = _put(target, piece, cut.filled, here, given)
             else:
@@ -114,7 +114,7 @@ def _placed(exchange: Exchange, payloads: Blocks, target: jax.Array | None, give
     return target
 
 
-def _size(cut: Cut) -> int:
+def _size(cut: Box) -> int:
     return math.prod(cut.filled.size)
 
 

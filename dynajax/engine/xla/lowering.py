@@ -19,7 +19,7 @@ from dynajax.arrays.spmd import of_this_process
 from dynajax.engine.memories import Memories, located
 from dynajax.engine.request import Leaf
 from dynajax.engine.stored import Endpoint
-from dynajax.engine.xla.programs import Program, Step
+from dynajax.engine.xla.programs import ProgramSpec, Step
 from dynajax.engine.xla.steps import Placed, Steps
 from dynajax.planner import Copies, Move, Plan
 from dynajax.planner.exchanges.exchange import Exchange
@@ -102,7 +102,7 @@ class StagePrograms:
             yield from (placed for placed in (finish.zeros, finish.close) if placed is not None)
 
 
-class Lowering:
+class ExchangeLowering:
     """Lowers the stages of a plan.
 
     Args:
@@ -238,7 +238,7 @@ class Lowering:
         """A program of target shards, on those of some devices that are of this process."""
         here = of_this_process(tuple(sorted(devices, key=lambda d: d.id)))
         exchange = Exchange(len(here), (), end.physical[1], str(end.physical[0]))
-        return [(Program(step, exchange, is_open=is_open), here)] if here else []
+        return [(ProgramSpec(step, exchange, is_open=is_open), here)] if here else []
 
 
 def _need(groups: Sequence[Group]) -> int:

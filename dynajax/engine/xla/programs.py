@@ -40,7 +40,7 @@ class Step(Enum):
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramSpec:
     """What a program does, wherever it runs. Its arguments and results are lists, in this order.
 
     - ALL: source shards, if not onward; target shards, if carried; shifts; read and filled chunks -> target shards
@@ -89,15 +89,15 @@ class Loaded:
 
     def __call__(self, arguments: Sequence[jax.Array]) -> list[jax.Array]:
         """Run it."""
-        return private.run(self.compiled, arguments)
+        return private.run_compiled(self.compiled, arguments)
 
 
-def load(program: Program, devices: Devices) -> Loaded:
+def load(program: ProgramSpec, devices: Devices) -> Loaded:
     """The program on some devices, of which one at least is of this process; compiled if nothing alike was before."""
     return _on(program, devices).get(lambda known: known or _made(program, devices))
 
 
-def compiled_so_far() -> int:
+def exchanges_compiled() -> int:
     """Programs compiled since the process began, or loaded for other devices."""
     return _on.cache_info().misses
 
@@ -117,18 +117,18 @@ class _Slot:
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _on(program: Program, devices: Devices) -> _Slot:
+def _on(program: ProgramSpec, devices: Devices) -> _Slot:
     """For the program on its devices."""
     return _Slot()
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _anywhere(program: Program, client: Any, kind: str) -> _Slot:
+def _anywhere(program: ProgramSpec, client: Any, kind: str) -> _Slot:
     """For the program where it was compiled last."""
     return _Slot()
 
 
-def _made(program: Program, devices: Devices) -> Loaded:
+def _made(program: ProgramSpec, devices: Devices) -> Loaded:
     def compiled(known: Loaded | None) -> Loaded:
         return (
             known if known is not None and (known.is_new or known.devices == devices) else _compiled(program, devices)
@@ -140,7 +140,7 @@ def _made(program: Program, devices: Devices) -> Loaded:
     return replace(first, devices=devices, compiled=private.loaded_for(first.compiled, first.devices, devices))
 
 
-def _compiled(program: Program, devices: Devices) -> Loaded:
+def _compiled(program: ProgramSpec, devices: Devices) -> Loaded:
     groups = _arguments(program)
     blocks = [over(devices, *block) for group in groups.values() for block in group]
     shardings: list[Any] = [x.sharding for x in blocks]
@@ -167,7 +167,7 @@ def _compiled(program: Program, devices: Devices) -> Loaded:
     return Loaded(devices, compiled, 0 if analysis is None else analysis.temp_size_in_bytes, is_new)
 
 
-def _arguments(program: Program) -> dict[str, list[tuple[Any, ...]]]:
+def _arguments(program: ProgramSpec) -> dict[str, list[tuple[Any, ...]]]:
     """Shape and dtype of the blocks that a program is given, and how they lie if that is not the usual way."""
     exchange, step, count = program.exchange, program.step, program.count
     dtype, wire = np.dtype(exchange.dtype), wire_dtype(exchange.dtype)
@@ -187,7 +187,7 @@ def _arguments(program: Program) -> dict[str, list[tuple[Any, ...]]]:
     }
 
 
-def _results(program: Program) -> list[Shape]:
+def _results(program: ProgramSpec) -> list[Shape]:
     """Shapes of the blocks that a program gives."""
     exchange = program.exchange
     if program.step in (Step.CUT, Step.SEND):
@@ -201,11 +201,11 @@ def payload_shape(message: Message, chunk: int, count: int) -> Shape:
     if message.chunks:
         shapes: list[Shape] = [(message.chunks, chunk)]
     else:
-        shapes = [cut.read.size for cut in message.cuts]
+        shapes = [cut.read.size for cut in message.boxes]
     return shapes[0] if len(shapes) * count == 1 else (sum(map(math.prod, shapes)) * count,)
 
 
-def _run(program: Program, blocks: dict[str, list[jax.Array]]) -> list[jax.Array]:
+def _run(program: ProgramSpec, blocks: dict[str, list[jax.Array]]) -> list[jax.Array]:
     """What a program computes on a device."""
     exchange, targets = program.exchange, blocks["targets"] or None
     given = Given(*(blocks[name][0] if blocks[name] else None for name in ("shifts", "read", "filled")))

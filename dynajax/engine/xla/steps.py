@@ -9,12 +9,12 @@ from functools import cached_property
 import jax.numpy as jnp
 
 from dynajax.arrays.spmd import Devices, Shape, of_this_process
-from dynajax.engine.xla.programs import Program, Step, payload_shape
+from dynajax.engine.xla.programs import ProgramSpec, Step, payload_shape
 from dynajax.planner.exchanges.exchange import Exchange
 from dynajax.planner.exchanges.part import Part, need, retyped, wire_dtype
 from dynajax.planner.exchanges.split import Split
 
-Placed = tuple[Program, Devices]
+Placed = tuple[ProgramSpec, Devices]
 """A program and where it runs."""
 
 
@@ -58,7 +58,7 @@ class Steps:
     def is_copied(self) -> bool:
         """Whether shards move as they are, which in one process takes no program."""
         messages = self.exchange.messages
-        whole = all(c.read.size == self.exchange.source == self.exchange.target for m in messages for c in m.cuts)
+        whole = all(c.read.size == self.exchange.source == self.exchange.target for m in messages for c in m.boxes)
         simple = self.is_here and self.layout is None and not (self.carried or self.is_open or self.part.shifts)
         reached = sorted(k for message in messages for k in message.receivers) == sorted(self.receivers)
         return simple and whole and reached and self._has_one_cut_each(self.exchange)
@@ -83,34 +83,36 @@ class Steps:
     def cut(self) -> Placed | None:
         """What cuts messages out; None if they are source shards as they are."""
         half = self.split.cut
-        uncut = all(c.read.size == half.exchange.source for m in half.exchange.messages for c in m.cuts)
+        uncut = all(c.read.size == half.exchange.source for m in half.exchange.messages for c in m.boxes)
         if self.is_copied or (uncut and self.layout is None and self._is_untouched(half.exchange)):
             return None
-        program = Program(Step.CUT, half.exchange, self.count, layout=self.layout)
+        program = ProgramSpec(Step.CUT, half.exchange, self.count, layout=self.layout)
         return replace(program, shifts=len(self.part.shifts)), self.of(half.devices)
 
     @cached_property
     def place(self) -> Placed | None:
         """What puts messages in their places; None if each receiver gets one, its target shard as it is."""
         half, target = self.split.placed, self.exchange.target
-        whole = all(c.read.size == c.filled.size == target for m in half.exchange.messages for c in m.cuts)
+        whole = all(c.read.size == c.filled.size == target for m in half.exchange.messages for c in m.boxes)
         alone = [len(m.receivers) for m in half.exchange.messages] == [len(half.devices)]
         begun = self.carried or bool(half.exchange.sums)
         if self.is_copied or (whole and alone and not begun and self._is_untouched(half.exchange)):
             return None
-        program = Program(Step.PLACE, half.exchange, self.count, self.carried, self.is_open)
+        program = ProgramSpec(Step.PLACE, half.exchange, self.count, self.carried, self.is_open)
         return replace(program, shifts=len(self.part.shifts)), self.of(half.devices)
 
     @cached_property
     def one(self) -> Placed:
         """What does it all, if one program does."""
         flags = self.carried, self.is_open, self.is_onward
-        return Program(Step.ALL, self.exchange, self.count, *flags, len(self.part.shifts), self.layout), self.devices
+        return ProgramSpec(
+            Step.ALL, self.exchange, self.count, *flags, len(self.part.shifts), self.layout
+        ), self.devices
 
     @cached_property
     def send(self) -> Placed:
         """What sends messages between processes."""
-        return Program(Step.SEND, self.exchange, self.count), self.devices
+        return ProgramSpec(Step.SEND, self.exchange, self.count), self.devices
 
     @cached_property
     def stand_ins(self) -> tuple[Placed, ...]:
@@ -120,7 +122,7 @@ class Steps:
         others = [of_this_process(self.of([k for k in range(len(self.devices)) if k not in some])) for some in sent]
         shapes = [payload_shape(m, exchange.chunk, self.count) for m in exchange.messages]
         return tuple(
-            (Program(Step.ZEROS, Exchange(len(d), (), s, dtype)), d) for s, d in zip(shapes, others, strict=True)
+            (ProgramSpec(Step.ZEROS, Exchange(len(d), (), s, dtype)), d) for s, d in zip(shapes, others, strict=True)
         )
 
     @property
@@ -150,7 +152,7 @@ class Steps:
     def _has_one_cut_each(self, exchange: Exchange) -> bool:
         return (
             self.count == 1
-            and [len(message.cuts) for message in exchange.messages] == [1] * len(exchange.messages) != []
+            and [len(message.boxes) for message in exchange.messages] == [1] * len(exchange.messages) != []
         )
 
     def _is_untouched(self, exchange: Exchange) -> bool:

@@ -14,14 +14,14 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from dynajax.arrays import _jax_private as private
-from dynajax.arrays.spmd import Devices, Shape, blocks_of, joined, of_this_process, rows, told
+from dynajax.arrays.spmd import Devices, Shape, array_of_blocks, blocks_of, of_this_process, replicated, rows
 from dynajax.bytesize import format_bytes
 from dynajax.engine.memories import Memories
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.request import Request
 from dynajax.engine.stored import Endpoint
 from dynajax.engine.transport import Path, Shards
-from dynajax.engine.xla.lowering import Finish, Launch, Lowering, StagePrograms
+from dynajax.engine.xla.lowering import ExchangeLowering, Finish, Launch, StagePrograms
 from dynajax.engine.xla.programs import Loaded, load, payload_shape
 from dynajax.engine.xla.steps import Placed, Steps
 from dynajax.errors import BudgetError
@@ -63,7 +63,7 @@ class Xla:
 
     def lower(self, plan: Plan, room: int) -> XlaProgram:
         """See ``Transport``."""
-        lowering = Lowering(plan, self.request.leaves, self.memories, room)
+        lowering = ExchangeLowering(plan, self.request.leaves, self.memories, room)
         if lowering.need > room:
             raise BudgetError(
                 f"a budget of {format_bytes(plan.budget)} ({plan.budget} bytes) leaves {room} bytes for the programs "
@@ -184,7 +184,7 @@ class XlaFilling:
             blocks |= blocks_of(load(program, devices)([])[0], devices)
         if finish.close is not None:
             program, devices = finish.close
-            shape = joined(devices, program.exchange.target, wire_dtype(program.exchange.dtype), blocks)
+            shape = array_of_blocks(devices, program.exchange.target, wire_dtype(program.exchange.dtype), blocks)
             blocks |= blocks_of(load(program, devices)([shape])[0], devices)
         number = self._memories.numbers(end.stored.sharding)
         kind = end.memory_kind
@@ -213,7 +213,7 @@ class XlaFilling:
     def _told(self, steps: Steps, devices: Devices, half: Half | None = None) -> list[jax.Array]:
         """What programs are told besides: see ``Given``; of one half that half's chunks alone."""
         if steps.part.shifts:
-            return [told(devices, steps.part.shifts)]
+            return [replicated(devices, steps.part.shifts)]
         if steps.part.tables is None:
             return []
         here = [k for k, d in enumerate(steps.devices) if d in of_this_process(devices)]
@@ -249,7 +249,7 @@ class XlaFilling:
             shape, wire = payload_shape(message, exchange.chunk, steps.count), wire_dtype(exchange.dtype)
             # What a device is given that no message of the slot is for is not looked at.
             others = {d: _any_of(came, d, shape, wire) for d in devices if d not in blocks}
-            arguments.append(joined(devices, shape, wire, blocks | others))
+            arguments.append(array_of_blocks(devices, shape, wire, blocks | others))
         told = self._told(steps, devices, steps.split.placed)
         made = load(program, devices)([*arguments, *_carried(steps, devices, targets), *told])
         for blocks, array in zip(targets, made, strict=True):
@@ -260,7 +260,7 @@ def _joined(steps: Steps, devices: Devices, blocks: Blocks, is_target: bool) -> 
     """The source shards, or the open target shards, of some devices as one array."""
     exchange = steps.exchange
     shape, dtype = (exchange.target, wire_dtype(exchange.dtype)) if is_target else (exchange.source, exchange.dtype)
-    return joined(devices, shape, dtype, blocks)
+    return array_of_blocks(devices, shape, dtype, blocks)
 
 
 def _carried(steps: Steps, devices: Devices, targets: Sequence[Blocks]) -> list[jax.Array]:
@@ -293,7 +293,7 @@ def _sent_by_program(steps: Steps, cut: Sequence[Blocks]) -> list[Blocks]:
     for message, blocks, (zeros, others) in zip(messages, rounds, steps.stand_ins, strict=True):
         if message.pairs:
             made = blocks_of(load(zeros, others)([])[0], others) if others else {}
-            arguments.append(joined(devices, zeros.exchange.target, wire, blocks | made))
+            arguments.append(array_of_blocks(devices, zeros.exchange.target, wire, blocks | made))
     sent_on = iter(load(program, devices)(arguments))
     rounds = [blocks_of(next(sent_on), devices) if m.pairs else b for m, b in zip(messages, rounds, strict=True)]
     came: list[Blocks] = [{} for _ in range(1 + max(sent.placed for sent in steps.split.sent))]

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dynajax.planner.exchanges.exchange import Cut, Exchange, Message, Shape, Slice, Starts, Sum
+from dynajax.planner.exchanges.exchange import Box, Exchange, Message, Shape, Slice, Starts, Sum
 from dynajax.planner.exchanges.messages import Messages
 from dynajax.planner.exchanges.part import Part, in_turn, need
 from dynajax.planner.exchanges.slices import Slices
@@ -109,7 +109,7 @@ class _Boxes:
         """The boxes in ``count`` parts, and in each as many rounds at a time as fit the room."""
         for number in range(count):
             cut = _Cutting(self, count, number)
-            messages = [m for m in map(cut.message, self._rounds()) if m.cuts]
+            messages = [m for m in map(cut.message, self._rounds()) if m.boxes]
             sums = cut.sums()
             exchange = replace(self.whole, sums=tuple(sums), parts=self.parts_of_sum if sums else 0)
 
@@ -175,14 +175,14 @@ class _Cutting:
                 cuts.append(self._cut(rows, sender, receiver))
         return Message(tuple(cuts), pairs, tuple(sorted(receiver.tolist())))
 
-    def _cut(self, rows: Ints, sender: Ints, receiver: Ints) -> Cut:
+    def _cut(self, rows: Ints, sender: Ints, receiver: Ints) -> Box:
         slot, boxes = None, self.boxes
         if boxes.sums is not None:
             number, turn = boxes.sums[:, rows]
             slots = (number * boxes.parts_of_sum + turn)[:, None]
             slot = tuple(k for (k,) in _starts(boxes.whole.devices, receiver, slots))
         read, filled = self._slice(boxes.read, rows, sender, 0), self._slice(boxes.filled, rows, receiver, 1)
-        return Cut(read, filled, slot)
+        return Box(read, filled, slot)
 
     def _slice(self, slices: Slices, rows: Ints, devices: Ints, end: int) -> Slice:
         """The slices of some boxes of one kind, one a device: at the source (``end`` 0) or the target."""

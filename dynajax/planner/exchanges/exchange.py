@@ -31,7 +31,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Box:
     """A box of a message.
 
     Attributes:
@@ -50,14 +50,14 @@ class Message:
     """What some devices send in a round, to one device each, or what stays on them.
 
     Attributes:
-        cuts: the boxes that it is made of.
+        boxes: what it is made of.
         pairs: sender and receiver of each; none if all stay.
         receivers: devices that it is for.
         chunks: how many chunks it is made of that tables name, instead of boxes.
         added: whether these are added to what is there.
     """
 
-    cuts: tuple[Cut, ...]
+    boxes: tuple[Box, ...]
     pairs: tuple[Pair, ...]
     receivers: Shape
     chunks: int = 0

@@ -66,7 +66,7 @@ def travels(exchange: Exchange) -> int:
 
 def elements(exchange: Exchange, message: Message) -> int:
     """Elements that one device has for a message."""
-    return message.chunks * exchange.chunk or sum(math.prod(cut.read.size) for cut in message.cuts)
+    return message.chunks * exchange.chunk or sum(math.prod(cut.read.size) for cut in message.boxes)
 
 
 def box_elements(exchange: Exchange) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dynajax.planner.exchanges.exchange import Cut, Exchange, Message, Shape, Slice, Starts, Sum
+from dynajax.planner.exchanges.exchange import Box, Exchange, Message, Shape, Slice, Starts, Sum
 from dynajax.types import Ints
 
 
@@ -137,8 +137,8 @@ class _Slots:
         messages = self._exchange.messages
         first = messages[next(iter(rows.values()))]
         cuts = []
-        for k, cut in enumerate(first.cuts):
-            of = {device: messages[row].cuts[k] for device, row in rows.items()}
+        for k, cut in enumerate(first.boxes):
+            of = {device: messages[row].boxes[k] for device, row in rows.items()}
             nowhere = ((0,) * len(cut.read.size),) * len(self._devices)
             elsewhere = ((0,) * len(cut.filled.size),) * len(self._devices)
             read = self._starts({d: c.read.start[d] for d, c in of.items()}) if is_cut else nowhere
@@ -146,9 +146,9 @@ class _Slots:
             slot = None
             if cut.slot is not None and not is_cut:
                 slot = tuple(of[d].slot[d] if d in of else 0 for d in self._devices)  # pyright: ignore
-            cuts.append(Cut(replace(cut.read, start=read), replace(cut.filled, start=filled), slot))
+            cuts.append(Box(replace(cut.read, start=read), replace(cut.filled, start=filled), slot))
         receivers = tuple(k for k, device in enumerate(self._devices) if device in rows)
-        return replace(first, cuts=tuple(cuts), pairs=(), receivers=receivers)
+        return replace(first, boxes=tuple(cuts), pairs=(), receivers=receivers)
 
     def _starts(self, start: dict[int, Shape]) -> Starts:
         """A start for each device: its own, or that of the first for those without."""
@@ -162,4 +162,4 @@ def _kind(message: Message) -> object:
     def shape(s: Slice) -> object:
         return s.size, s.along
 
-    return tuple((shape(c.read), shape(c.filled), c.slot is None) for c in message.cuts), message.chunks
+    return tuple((shape(c.read), shape(c.filled), c.slot is None) for c in message.boxes), message.chunks

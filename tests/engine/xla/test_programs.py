@@ -85,8 +85,10 @@ def test_many_leaves_share_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = jax.device_put([np.full(16, k, np.float32) for k in range(300)], NamedSharding(mesh("tp8"), P("tp")))
     move = prepare_reshard(tree, NamedSharding(mesh("tp8 reversed"), P()), path="xla")
     calls: list[int] = []
-    run = private.run
-    monkeypatch.setattr(private, "run", lambda program, given: (calls.append(len(given)), run(program, given))[1])
+    run = private.run_compiled
+    monkeypatch.setattr(
+        private, "run_compiled", lambda program, given: (calls.append(len(given)), run(program, given))[1]
+    )
     moved, _ = move(tree)
     assert all(np.array_equal(x, np.full(16, k, np.float32)) for k, x in enumerate(moved))
     assert len(calls) <= 2 + 300 // 16

@@ -133,7 +133,7 @@ def payload_of(exchange, message, tables, at, device, shifts, read):
     """Pieces of a message: its boxes, or its chunks."""
     if message.chunks:
         return read[device].reshape(-1, exchange.chunk)[tables[0][device, at : at + message.chunks]]
-    return [read[device][box_of(cut.read, device, shifts)] for cut in message.cuts]
+    return [read[device][box_of(cut.read, device, shifts)] for cut in message.boxes]
 
 
 def place(exchange, message, tables, at, device, shifts, payload, filled, parts):
@@ -144,7 +144,7 @@ def place(exchange, message, tables, at, device, shifts, payload, filled, parts)
             if chunk < len(shard):
                 shard[chunk] = shard[chunk] + piece if message.added else piece
         return
-    for cut, piece in zip(message.cuts, payload, strict=True):
+    for cut, piece in zip(message.boxes, payload, strict=True):
         if cut.slot is None:
             filled[(device, *box_of(cut.filled, device, shifts))] = piece.reshape(cut.filled.size)
         else:

@@ -42,7 +42,7 @@ def test_twice_the_devices_is_one_round_of_halves():
     copies, whole = copies_between((16,), ({"x": 4}, P("x")), ({"x": 8}, P("x")))
     (part,) = parts_of(copies, whole)
     sent = [m for m in part.exchange.messages if any(a != b for a, b in m.pairs)]
-    assert {m.cuts[0].read.size for m in sent} == {(2,)}
+    assert {m.boxes[0].read.size for m in sent} == {(2,)}
     assert len(sent) == 2
     assert_copied(copies, whole, [part])
 
@@ -81,5 +81,5 @@ def test_parts_of_a_sum_are_added_in_their_order(mesh, spec, room):
     copies, whole = _summed((8, 4), mesh, spec)
     parts = parts_of(copies, whole, room)
     assert {part.exchange.parts for part in parts} == {4}
-    assert all(cut.slot is not None for part in parts for m in part.exchange.messages for cut in m.cuts)
+    assert all(cut.slot is not None for part in parts for m in part.exchange.messages for cut in m.boxes)
     assert_copied(copies, whole, parts)

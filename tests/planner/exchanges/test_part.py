@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from planner.exchanges.performed import AMPLE, DEVICES, copies_between
 
-from dynajax.planner.exchanges.exchange import Cut, Exchange, Message, Slice
+from dynajax.planner.exchanges.exchange import Box, Exchange, Message, Slice
 from dynajax.planner.exchanges.groups import groups_of
 from dynajax.planner.exchanges.part import elements, in_turn, need, travels, wire_dtype
 
@@ -47,14 +47,14 @@ def box(*size, devices=2):
 
 def test_elements_of_a_message_are_those_of_its_boxes_or_chunks():
     exchange = Exchange(2, (8,), (8,), "float32", chunk=4)
-    boxes = Message((Cut(box(2), box(2)), Cut(box(3), box(3))), ((0, 1),), (1,))
+    boxes = Message((Box(box(2), box(2)), Box(box(3), box(3))), ((0, 1),), (1,))
     assert elements(exchange, boxes) == 5
     assert elements(exchange, Message((), ((0, 1),), (1,), chunks=3)) == 12
 
 
 def test_only_what_crosses_travels():
-    message = Message((Cut(box(4), box(4)),), ((0, 1), (1, 0), (2, 2)), (0, 1, 2))
-    stay = Message((Cut(box(4), box(4)),), (), (0, 1, 2))
+    message = Message((Box(box(4), box(4)),), ((0, 1), (1, 0), (2, 2)), (0, 1, 2))
+    stay = Message((Box(box(4), box(4)),), (), (0, 1, 2))
     assert travels(Exchange(3, (4,), (4,), "float32", (message, stay))) == 8
 
 
@@ -67,8 +67,8 @@ def test_a_collective_sends_a_box_for_each_other_device():
 @pytest.mark.parametrize(("dtype", "factor"), [("float32", 4), ("int8", 1), ("bfloat16", 2)])
 def test_messages_lie_there_twice(dtype, factor):
     """As they are cut out and as they come."""
-    message = Message((Cut(box(4), box(4)),), ((0, 1),), (1,))
+    message = Message((Box(box(4), box(4)),), ((0, 1),), (1,))
     assert need(Exchange(2, (100,), (100,), dtype, (message,))) >= 2 * 4 * factor
-    larger = Message((Cut(box(8), box(8)),), ((0, 1),), (1,))
+    larger = Message((Box(box(8), box(8)),), ((0, 1),), (1,))
     grown = need(Exchange(2, (100,), (100,), dtype, (larger,))) - need(Exchange(2, (100,), (100,), dtype, (message,)))
     assert grown == 2 * 4 * factor

@@ -101,7 +101,7 @@ def test_a_slot_is_used_once_by_each_device(pair):
                     assert len(set(ends)) == len(ends)
                 for half in (split.cut, split.placed):
                     for slot, rows in enumerate(half.rows):
-                        assert len({len(part.exchange.messages[row].cuts) for row in rows.values()}) == 1
+                        assert len({len(part.exchange.messages[row].boxes) for row in rows.values()}) == 1
                         assert half.exchange.messages[slot].receivers == tuple(sorted(rows))
 
 
