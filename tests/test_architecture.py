@@ -265,7 +265,7 @@ def repeated_names(files: Sequence[Source]) -> Iterator[str]:
     for source in files:
         if not source.module.startswith("dynajax") or source.layer in EDGE:
             continue
-        for node in ast.parse(source.text).body:
+        for node in source.tree.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 other = found.setdefault(node.name, source.path)
                 if other != source.path:
@@ -390,6 +390,12 @@ def test_a_module_without_tests_is_told_from_one_with_them():
     package = Source("dynajax/planner/__init__.py", "", "dynajax.planner")
     assert list(untested_modules([package, region, Source("tests/planner/test_region.py", "")]))
     assert not list(untested_modules([package, region, Source("tests/planner/stages/test_region.py", "")]))
+
+
+def test_a_name_used_twice_is_told_from_two_names():
+    one, other = code("class Cut: ...", "dynajax.vps.region"), code("def joined(): ...", "dynajax.vps.parts")
+    assert not list(repeated_names([one, other]))
+    assert list(repeated_names([one, code("class Cut: ...", "dynajax.runtime.storage")]))
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
