@@ -1,5 +1,7 @@
 """The algebra of boxes against brute-force masks over small tensors."""
 
+import itertools
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,6 +87,33 @@ def test_unique_boxes_map_back_to_the_given_ones(data, rank):
     np.testing.assert_array_equal(u_lo[row], lo)
     np.testing.assert_array_equal(u_hi[row], hi)
     assert len({(*a, *b) for a, b in zip(u_lo.tolist(), u_hi.tolist(), strict=True)}) == len(u_lo)
+
+
+numbers = st.one_of(st.integers(0, 3), st.integers(-(2**40), 2**40))
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.integers(0, 4).flatmap(lambda n: st.lists(st.tuples(*[numbers] * n), max_size=12).map(lambda x: (n, x))))
+def test_rows_are_grouped_in_their_order_however_large_they_are(drawn):
+    """Four columns of 41 bits do not fit a word."""
+    columns, listed = drawn
+    rows = np.array(listed, np.int64).reshape(len(listed), columns)
+    order, first = algebra.grouped(rows)
+    groups = [order[a:b].tolist() for a, b in itertools.pairwise(first.tolist())]
+    expected = {}
+    for k, row in enumerate(listed):
+        expected.setdefault(row, []).append(k)
+    assert groups == [expected[row] for row in sorted(expected)]
+    assert np.argsort(algebra.row_keys(rows), kind="stable").tolist() == order.tolist()
+
+
+def test_overlaps_of_slices_of_shards_do_not_pay_for_all_pairs_of_a_layer():
+    """80 layers in 8 columns of 40 slices: along the layers, or the columns, alone there are ten times as many."""
+    layer, column, part = (a.ravel() for a in np.meshgrid(np.arange(80), np.arange(8), np.arange(40), indexing="ij"))
+    lo = np.stack([layer, 64 * column, 10 * part], axis=1)
+    hi = lo + np.array([1, 64, 10])
+    i, j = algebra.overlaps(lo, hi, lo, hi)
+    assert i.tolist() == j.tolist() == list(range(len(lo)))
 
 
 def test_overlaps_on_a_grid_do_not_pay_for_all_pairs():
