@@ -45,6 +45,8 @@ class Group:
 _Way = Callable[[Copies, Exchange, int], Sequence[Part] | None]
 _SlicesWay = Callable[[Copies, Slices, Slices, Exchange, int], Sequence[Part] | None]
 
+_MOST_UNLIKE = 8
+"""Programs that components which are not alike are compiled to: if there would be more, one program does for all."""
 _TOGETHER = 8
 """Devices that components of one process share programs up to; larger groups of NCCL, for one, are slower."""
 
@@ -82,8 +84,11 @@ def groups_of(copies: Copies, whole: Exchange, room: int, process: Ints) -> list
             rest.append(rows)
         else:
             made.append(Group(devices, done))
-    for some in _together(copies, rest, process):
-        devices, done = parts(np.concatenate(some), _by_box)
+    together = [(some, *parts(np.concatenate(some), _by_box)) for some in _together(copies, rest, process)]
+    if len({id(done) for *_, done in together}) > _MOST_UNLIKE:
+        devices, done = parts(np.concatenate(rest), _by_box)
+        together = [(rest, devices, done)] if done else together
+    for some, devices, done in together:
         alone = [(devices, done)] if done else [parts(rows, _by_box, _by_chunk) for rows in some]
         made += [Group(devices, done) for devices, done in alone if done is not None]
     return made

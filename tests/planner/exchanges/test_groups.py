@@ -16,8 +16,11 @@ from planner.exchanges.performed import (
     regular_pairs,
 )
 
+from dynajax.planner import build_plan
+from dynajax.planner.exchanges.exchange import Exchange
 from dynajax.planner.exchanges.groups import groups_of, taken
 from dynajax.planner.exchanges.part import need
+from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 
 SETTINGS = settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 ONE_PROCESS = np.zeros(DEVICES, np.int64)
@@ -101,6 +104,22 @@ def test_small_components_of_one_process_share_programs_and_those_of_several_do_
     apart = groups_of(copies, whole, AMPLE, np.arange(DEVICES))
     assert [g.devices.tolist() for g in apart] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert len({part.exchange for g in apart for part in g.parts}) == 1
+
+
+def test_many_components_that_are_not_alike_are_one_program():
+    """A permutation of devices whose cycles are of ten lengths is one round."""
+    space = Space((Tensor("w", (77,), "float32", 4),))
+    cycles = np.split(np.arange(77), np.cumsum(np.arange(3, 12)))
+    moved = np.concatenate([np.roll(cycle, 1) for cycle in cycles])
+    source, target = (
+        Layout(space, (mesh_tiling((77,), {"x": 77}, P("x"), devices),)) for devices in (np.arange(77), moved)
+    )
+    (route,) = build_plan(source, target, AMPLE).moves
+    whole = Exchange(77, (1,), (1,), "float32")
+    (group,) = groups_of(route.copies, whole, AMPLE, np.zeros(77, np.int64))
+    assert group.devices.tolist() == list(range(77))
+    (message,) = group.parts[0].exchange.messages
+    assert len(message.pairs) == 77
 
 
 def test_nothing_to_copy_takes_no_group():
