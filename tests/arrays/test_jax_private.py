@@ -125,7 +125,7 @@ def test_settings_of_the_caller_do_not_reach_in_and_come_back() -> None:
             assert jnp.asarray(np.float64(1)).dtype == np.float64
             assert not jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
             assert not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-            jnp.zeros(3) + np.ones(3)
+            assert (jnp.zeros(3) + np.ones(3)).shape == (3,)
         assert private.mesh_that_is_set() == mesh("tp8")
         assert jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
 
