@@ -61,11 +61,12 @@ class Comparison:
             _hashes(self._sources(*pair, row, pair[0].source.region)) for pair, row in zip(whole, rows, strict=True)
         ]
         for (move, _), known in zip(whole, self._told(hashes), strict=True):
-            _, _, box = algebra.unique_boxes(move.source.region.lo, move.source.region.hi)
-            _, first = np.unique(box, return_index=True)
-            differs = np.flatnonzero(known != known[first][box])
+            boxes = move.source.region.distinct
+            first = np.empty_like(boxes.row)
+            first[boxes.row] = boxes.row[boxes.first[:-1]][boxes.of_row]
+            differs = np.flatnonzero(known != known[first])
             if len(differs):
-                two = first[box[differs[0]]], differs[0]
+                two = first[differs[0]], differs[0]
                 a, b = (self.memories.listed[int(move.source.holder[row])][0] for row in two)
                 raise CheckError(
                     f"{move.tensor.path}: replicas differ between {a} and {b}; make them equal first, or move with "

@@ -109,12 +109,18 @@ class Memories:
         return replace(topology, domains=topology.domains[:, ids])
 
 
-def shards_of(array: Any, memories: Memories) -> dict[int, jax.Array]:
-    """The physical shard of an array in each memory of this process; none of what stands for an array elsewhere."""
+def shards_by_device(array: Any) -> dict[jax.Device, jax.Array]:
+    """The physical shard of an array on each device of this process; none of what stands for an array elsewhere."""
     if not isinstance(array, jax.Array):
         return {}
-    number, order = memories.numbers(array.sharding), private.device_order(array.sharding)
-    return dict(zip((number[d] for d in order), private.shards(private.physical(array)), strict=True))
+    return dict(zip(private.device_order(array.sharding), private.shards(private.physical(array)), strict=True))
+
+
+def shards_of(array: Any, memories: Memories) -> dict[int, jax.Array]:
+    """See ``shards_by_device``, by the number of each shard's memory."""
+    shards = shards_by_device(array)
+    number = memories.numbers(array.sharding) if shards else {}
+    return {number[device]: shard for device, shard in shards.items()}
 
 
 @functools.lru_cache(maxsize=4096)

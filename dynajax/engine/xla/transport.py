@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from dynajax.arrays import _jax_private as private
 from dynajax.arrays.spmd import Devices, Shape, array_of_blocks, blocks_of, of_this_process, replicated, rows
 from dynajax.bytesize import format_bytes
-from dynajax.engine.memories import Memories
+from dynajax.engine.memories import Memories, shards_by_device
 from dynajax.engine.report import Stopwatch
 from dynajax.engine.request import Request
 from dynajax.engine.stored import Endpoint
@@ -170,11 +170,8 @@ class XlaFilling:
 
     def _source(self, end: Endpoint) -> Blocks:
         """The shards of a source array, by device."""
-        array = self._arrays[end.index]
-        if not isinstance(array, jax.Array):
-            return {}
-        blocks = zip(private.device_order(array.sharding), private.shards(private.physical(array)), strict=True)
-        return {d: _moved(b, d, _default_kind(d), end.memory_kind) for d, b in blocks}
+        blocks = shards_by_device(self._arrays[end.index])
+        return {d: _moved(b, d, _default_kind(d), end.memory_kind) for d, b in blocks.items()}
 
     def _finished(self, finish: Finish) -> dict[int, jax.Array]:
         """The shards of a target array, by the number of their memory."""

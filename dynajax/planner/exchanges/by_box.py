@@ -14,6 +14,7 @@ from dynajax.planner.exchanges.part import Part, in_turn, need
 from dynajax.planner.exchanges.slices import Slices
 from dynajax.planner.route import Copies
 from dynajax.types import Ints
+from dynajax.vps.algebra import row_keys
 
 _MOST_KINDS = 4
 _MOST_OVER = 1.25
@@ -65,7 +66,7 @@ class _Boxes:
     def of(copies: Copies, read: Slices, filled: Slices, whole: Exchange) -> _Boxes | None:
         """The boxes that copies are; None if there are too many kinds of them, or sums of unlike parts."""
         sizes = np.concatenate([np.zeros((len(read.size), 1), np.int64), read.size, filled.size], axis=1)
-        kind = np.unique(sizes, axis=0, return_inverse=True)[1].ravel()
+        kind = np.unique(row_keys(sizes), return_inverse=True)[1]
         messages = Messages.of(np.zeros_like(kind), copies.source, copies.target, kind, copies.volumes)
         sent = messages.kind[messages.sent]
         rounds = messages.rounds

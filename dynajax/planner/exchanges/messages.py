@@ -7,6 +7,7 @@ kind (``planner.exchanges.colouring``). Where there are too many kinds for that,
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from dynajax.planner.exchanges.colouring import coloured
 from dynajax.types import Ints
+from dynajax.vps.algebra import grouped, row_keys
 from dynajax.vps.tiling import segment_sum
 
 MOST_BOXES = 16
@@ -78,9 +80,9 @@ class Messages:
         """
         number, count = np.full(len(self.sender), -1), 0
         devices = len(np.union1d(self.sender, self.receiver))
-        groups, group = np.unique(np.stack([self.phase, self.kind], axis=1), axis=0, return_inverse=True)
-        for k in range(len(groups)):
-            mine = np.flatnonzero(group.ravel() == k)
+        rows, first = grouped(np.stack([self.phase, self.kind], axis=1))
+        for span in itertools.pairwise(first.tolist()):
+            mine = rows[slice(*span)]
             sent = mine[self.sent[mine]]
             colour = coloured(self.sender[sent], self.receiver[sent])
             used = int(colour.max(initial=-1)) + 1
@@ -113,8 +115,8 @@ def _kinds(kind: Ints, first: Ints) -> Ints:
     listed[message[few], place[few]] = kind[few]
     if not listed.size:
         return np.zeros(len(count), np.int64)
-    _, number = np.unique(listed, axis=0, return_inverse=True)
-    return np.where(count > MOST_BOXES, -1, number.ravel())
+    _, number = np.unique(row_keys(listed), return_inverse=True)
+    return np.where(count > MOST_BOXES, -1, number)
 
 
 @dataclass(frozen=True, eq=False)
