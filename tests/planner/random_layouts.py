@@ -159,13 +159,20 @@ def summed_pairs(draw):
     return Layout(source.space, tuple(tilings)), target
 
 
+def mask(lo, hi, shape):
+    """True inside the box."""
+    inside = np.zeros(shape, bool)
+    inside[tuple(slice(a, b) for a, b in zip(lo.tolist(), hi.tolist(), strict=True))] = True
+    return inside
+
+
 def held(tiling, device):
     """What a device holds, as a mask."""
-    mask = np.zeros(tiling.shape, bool)
+    inside = np.zeros(tiling.shape, bool)
     region = tiling.region_of(device)
     for lo, hi in zip(region.lo, region.hi, strict=True):
-        mask[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))] = True
-    return mask
+        inside |= mask(lo, hi, tiling.shape)
+    return inside
 
 
 def shifted(layout, by):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planner.random_layouts import held, shapes, tilings
+from planner.random_layouts import held, mask, shapes, tilings
 
 from dynajax.errors import LayoutError
 from dynajax.planner.diff import diff, unchanged_devices
@@ -21,13 +21,6 @@ def two_tilings(draw):
     """Two tilings of one tensor, of any kinds."""
     shape = draw(shapes)
     return draw(tilings(shape, POOL)), draw(tilings(shape, POOL))
-
-
-def mask(lo, hi, shape):
-    """True inside the box."""
-    inside = np.zeros(shape, bool)
-    inside[tuple(slice(a, b) for a, b in zip(lo.tolist(), hi.tolist(), strict=True))] = True
-    return inside
 
 
 @SETTINGS

@@ -2,17 +2,10 @@
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
-from planner.random_layouts import shapes, tilings
+from planner.random_layouts import mask, shapes, tilings
 
 SETTINGS = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 any_tilings = shapes.flatmap(lambda shape: tilings(shape, 6))
-
-
-def mask(lo, hi, shape):
-    """True inside the box."""
-    inside = np.zeros(shape, bool)
-    inside[tuple(slice(a, b) for a, b in zip(lo.tolist(), hi.tolist(), strict=True))] = True
-    return inside
 
 
 @SETTINGS

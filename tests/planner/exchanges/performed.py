@@ -1,6 +1,7 @@
 """Exchanges carried out with numpy, and the copies that they have to come to, one element at a time."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from planner.random_layouts import layout_pairs, mesh_tilings, summed_pairs
 from dynajax.planner import build_plan
 from dynajax.planner.exchanges.exchange import Exchange
 from dynajax.planner.exchanges.groups import taken
+from dynajax.planner.exchanges.slices import Slices
 from dynajax.vps import Layout, Space, Tensor, mesh_tiling
 from dynajax.vps.region import dense_strides
 
@@ -65,6 +67,22 @@ def copies_between(shape, before, after, dtype="float32"):
     return next(exchanges(tuple(layouts)))
 
 
+def sliced(copies, whole):
+    """Copies, the slices of source and target shards that they are, and what the shards are; numbered from 0."""
+    devices = int(max(copies.source.max(), copies.target.max())) + 1
+    read = Slices.of(whole.source, copies.source_offset, copies.source_stride, copies.extent)
+    filled = Slices.of(whole.target, copies.target_offset, copies.target_stride, copies.extent)
+    assert read is not None
+    assert filled is not None
+    return copies, read, filled, replace(whole, devices=devices)
+
+
+def there_are(parts):
+    """The parts, of which there have to be some."""
+    assert parts is not None
+    return parts
+
+
 # What they come to ----------------------------------------------------------------------------------------------------
 
 
@@ -87,6 +105,15 @@ def copied(copies, sources, targets):
             before = made[copies.target[k], to]
             made[copies.target[k], to] = before + value if copies.added[k] else value
     return made
+
+
+def assert_copied(copies, whole, parts):
+    """Parts that are all of an exchange come to its copies."""
+    sources = random_shards(whole.source)[: parts[0].exchange.devices]
+    made = zeros = np.zeros((len(sources), math.prod(whole.target)), np.float32)
+    for part in parts:
+        made = performed(part, sources, made)
+    np.testing.assert_array_equal(made, copied(copies, sources, zeros))
 
 
 # Exchanges as programs read them --------------------------------------------------------------------------------------

@@ -5,36 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from planner.exchanges.performed import AMPLE, copied, copies_between, exchanges, performed, random_shards
+from planner.exchanges.performed import AMPLE, assert_copied, copies_between, exchanges, sliced, there_are
 
 from dynajax.planner.exchanges.by_box import by_box
 from dynajax.planner.exchanges.part import need
-from dynajax.planner.exchanges.slices import Slices
 from dynajax.vps import Layout, Space, Tensor, Tiling, mesh_tiling
 
 
 def found(copies, whole, room=AMPLE):
-    devices = int(max(copies.source.max(), copies.target.max())) + 1
-    read = Slices.of(whole.source, copies.source_offset, copies.source_stride, copies.extent)
-    filled = Slices.of(whole.target, copies.target_offset, copies.target_stride, copies.extent)
-    assert read is not None
-    assert filled is not None
-    return by_box(copies, read, filled, replace(whole, devices=devices), room)
+    return by_box(*sliced(copies, whole), room)
 
 
 def parts_of(copies, whole, room=AMPLE):
-    """The parts that there are."""
-    parts = found(copies, whole, room)
-    assert parts is not None
-    return parts
-
-
-def assert_copied(copies, whole, parts):
-    sources = random_shards(whole.source)[: parts[0].exchange.devices]
-    made = zeros = np.zeros((len(sources), int(np.prod(whole.target))), np.float32)
-    for part in parts:
-        made = performed(part, sources, made)
-    np.testing.assert_array_equal(made, copied(copies, sources, zeros))
+    return there_are(found(copies, whole, room))
 
 
 def test_twice_the_devices_is_one_round_of_halves():

@@ -1,43 +1,31 @@
 """Native collectives: found where every device has a box for every other, and nowhere else."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from jax.sharding import PartitionSpec as P
 from planner.exchanges.performed import (
     AMPLE,
-    copied,
+    assert_copied,
     copies_between,
     exchanges,
-    performed,
-    random_shards,
     regular_pairs,
+    sliced,
+    there_are,
 )
 
 from dynajax.planner.exchanges.collective import by_collective
 from dynajax.planner.exchanges.exchange import Collective
 from dynajax.planner.exchanges.part import need, travels
-from dynajax.planner.exchanges.slices import Slices
 
 DEVICES = {"x": 4}
 
 
 def found(copies, whole, room=AMPLE):
-    devices = int(max(copies.source.max(), copies.target.max())) + 1
-    read = Slices.of(whole.source, copies.source_offset, copies.source_stride, copies.extent)
-    filled = Slices.of(whole.target, copies.target_offset, copies.target_stride, copies.extent)
-    assert read is not None
-    assert filled is not None
-    return by_collective(copies, read, filled, replace(whole, devices=devices), room)
+    return by_collective(*sliced(copies, whole), room)
 
 
 def parts_of(copies, whole, room=AMPLE):
-    """The parts that there are."""
-    parts = found(copies, whole, room)
-    assert parts is not None
-    return parts
+    return there_are(found(copies, whole, room))
 
 
 @pytest.mark.parametrize(
@@ -76,14 +64,8 @@ def test_what_is_not_balanced_is_none(shape, before, after):
 def test_parts_come_to_the_whole_and_fit_their_room(pair):
     for copies, whole in exchanges(pair):
         parts = found(copies, whole, 400) if len(set(copies.source.tolist())) >= 4 else None
-        if parts is None:
-            continue
-        devices = parts[0].exchange.devices
-        sources = random_shards(whole.source)[:devices]
-        made = np.zeros((devices, int(np.prod(whole.target))), np.float32)
-        for part in parts:
-            made = performed(part, sources, made)
-        np.testing.assert_array_equal(made, copied(copies, sources, np.zeros_like(made)))
+        if parts is not None:
+            assert_copied(copies, whole, parts)
 
 
 def test_a_room_too_small_for_all_cuts_the_boxes():
